@@ -6,8 +6,8 @@
 The kernels of marked calls alone are watched from Python. ``create_selective_checkpoint_contexts`` watches all of them,
 which takes longer than small kernels do (measured: 34 us a kernel, forward and recomputation).
 
-What is not read is not a number in the first recomputation of a block, so that a gradient which reads it after all
-shows; later it is whatever memory holds, as writing it would take as long as a small op.
+What is not read is not a number in the first recomputation of a block at each size, so that a gradient which reads it
+after all shows; later it is whatever memory holds, as writing it would take as long as a small op.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -153,10 +153,10 @@ class _Like(NamedTuple):
 
 
 class Runs:
-    """Of one block. num_recomputed: how many there were that ended."""
+    """Of one block. written: tensors that nobody reads and that were not a number in a recomputation that ended."""
 
     def __init__(self) -> None:
-        self.num_recomputed = 0
+        self.written = set[_Like]()
 
     def contexts(self, host: BlockOnHost | None = None) -> Any:
         """Of a forward and its recomputation. host: where what waits in host memory does."""
@@ -172,6 +172,7 @@ class Run:
         self._kept: list[Any] = []
         self._results: list[Results] = []
         self._next = 0
+        self._written = set[_Like]()
         self.recomputes = self._in_work = False
 
     @contextmanager
@@ -192,7 +193,7 @@ class Run:
             with self._watching(), keeping(lambda _: self._results.pop(0)):
                 yield
         finally:
-            self._runs.num_recomputed += 1
+            self._runs.written |= self._written
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -226,8 +227,14 @@ class Run:
         given, self._kept[self._next] = self._kept[self._next], None
         self._next += 1
         if not keeps:
-            return _map(partial(_Like.nothing, fill=not self._runs.num_recomputed), given)
+            return _map(self._nothing, given)
         return _map(OnHost.take, given) if own.mark.on_host else given
+
+    def _nothing(self, like: _Like) -> Tensor:
+        fill = like not in self._runs.written
+        if fill:
+            self._written.add(like)
+        return like.nothing(fill=fill)
 
     def made(self, own: _Marked, kernel: Any, made: Any) -> Any:
         """What a kernel of a marked call made in a forward."""

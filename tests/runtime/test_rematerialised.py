@@ -174,7 +174,7 @@ def test_a_second_run_ends_where_the_cost_model_says(last: Callable[[Tensor], Te
 
 
 def test_what_nobody_reads_is_not_a_number_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that reads it after all shows; later steps do not take the time to write it."""
+    """A gradient that reads it after all shows, at each size; later steps do not take the time to write it."""
     unread = marked(torch.ops.aten.mul.Tensor, Mark(unread="all"))
     block = rematerialised(lambda x: torch.sin(unread(x, 2.0)), remat="listed", preserve_rng_state=False)
     filled, nothing = [], kept_results._Like.nothing
@@ -184,12 +184,12 @@ def test_what_nobody_reads_is_not_a_number_the_first_time(monkeypatch: pytest.Mo
         return nothing(like, fill=fill)
 
     monkeypatch.setattr(kept_results._Like, "nothing", noted)
-    x = torch.ones(3, requires_grad=True)
-    results = [block(x) for _ in range(2)]
-    (grad,) = torch.autograd.grad(results[0].sum(), x)
-    assert grad.isnan().all()
-    torch.autograd.grad(results[1].sum(), x)
-    assert filled == [True, False]
+    x, other = torch.ones(3, requires_grad=True), torch.ones(5, requires_grad=True)
+    results = [(block(own), own) for own in (x, x, other)]
+    grads = [torch.autograd.grad(result.sum(), own)[0] for result, own in results]
+    assert filled == [True, False, True]
+    assert grads[0].isnan().all()
+    assert grads[2].isnan().all()
 
 
 def test_what_autocast_adds_to_a_kernel_is_not_taken_for_it() -> None:

@@ -56,10 +56,11 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
             tried.append(other)
     record_s = best.predicted.step_time_s * (1 - _GAIN)
 
+    def may_win(number: int) -> bool:
+        return not number or _least_s(solver, tried[number]) < record_s
+
     def jobs() -> Iterator[Job]:
-        for number, candidate in enumerate(tried):
-            if not number or _least_s(solver, candidate) < record_s:
-                yield number, (number, record_s)
+        return ((number, (number, record_s)) for number in range(len(tried)) if may_win(number))
 
     def solve(number: int, record_s: float) -> tuple[_Found, ...]:
         found = with_kept_sets(solver, tried[number], record_s)
@@ -68,7 +69,7 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
     ahead = Ahead(solve)
     with ahead.help() if len(tried) > 1 else nullcontext(), ahead.expecting(jobs):
         for number, candidate in enumerate(tried):
-            if not number or _least_s(solver, candidate) < record_s:
+            if may_win(number):
                 for found in ahead.answer(number, (number, record_s)):
                     if found.step_time_s < record_s:
                         best, record_s = found.on(candidate), found.step_time_s * (1 - _GAIN)
