@@ -253,12 +253,12 @@ def _counted(shape: Pipelining) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``live`` and ``waiting`` of the stages, by their actions."""
     live, found = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():
-        now, waiting, most = Counter[int](), Counter[int](), (0, 0)
+        now, waiting, total, most = Counter[int](), Counter[int](), (0, 0), (0, 0)
         for stage, kind, _ in order:
-            now[stage] += {"F": 1, "I": 0}.get(kind, -1)
-            waiting[stage] += {"I": 1, "W": -1}.get(kind, 0)
-            live[stage] = max(live[stage], now[stage])
-            if (total := (now.total(), waiting.total())) > most:
+            now[stage] += (kept := {"F": 1, "I": 0}.get(kind, -1))
+            waiting[stage] += (delayed := {"I": 1, "W": -1}.get(kind, 0))
+            live[stage], total = max(live[stage], now[stage]), (total[0] + kept, total[1] + delayed)
+            if total > most:
                 most = total
                 for own, count in waiting.items():
                     found[own] = count

@@ -1,8 +1,8 @@
 """The meaning of an attention mask: a kind, and the part of it that depends on data.
 
-A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are evaluated, in
-blocks of rows and on as little of the batch as decides them, and compared with the kinds that
-``composite.attention`` knows. What is left, a padding mask or a learned bias, stays an operand in its smallest
+A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are compared with the kinds
+that ``composite.attention`` knows: by the interval of keys that each query sees where that is known (``row_intervals``),
+otherwise they are evaluated, in blocks of rows and on as little of the batch as decides them. What is left, a padding mask or a learned bias, stays an operand in its smallest
 broadcast shape.
 """
 
@@ -21,6 +21,7 @@ from autopar.ir.sequence import Span
 from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.normalise.constants import Box, ConstantEvaluator, TooLarge
 from autopar.passes.normalise.documents import find_packing
+from autopar.passes.normalise.row_intervals import RowIntervals, row_intervals
 
 aten = torch.ops.aten
 
@@ -130,6 +131,9 @@ class MaskReader:
         if queries == keys:
             candidates["causal"] = None
         try:
+            intervals = row_intervals(parts, queries, keys, self.evaluator)
+            if intervals is not None:
+                return _of_intervals(intervals, queries, keys)
             last = self._seen(parts, Span(queries - 1, queries), Span(0, keys), queries, keys)
             window = int(last.reshape(-1, keys)[0].sum())
             if queries == keys and 0 < window < keys:
@@ -165,6 +169,15 @@ class MaskReader:
             seen = own if seen is None else seen & own
         assert seen is not None
         return seen.expand(torch.broadcast_shapes(seen.shape, (len(rows), len(columns))))
+
+
+def _of_intervals(seen: RowIntervals, queries: int, keys: int) -> MaskMeaning | None:
+    if seen.is_full(keys):
+        return MaskMeaning(kind="full")
+    window = int(seen.stop[-1] - seen.start[-1])
+    if queries != keys or window < 1 or not seen.is_window(window):
+        return None
+    return MaskMeaning(kind="causal") if window == keys else MaskMeaning(kind="sliding", window=window)
 
 
 def _looked_at(queries: int, keys: int, lead: int) -> Iterator[tuple[Span, Span]]:

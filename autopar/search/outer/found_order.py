@@ -47,15 +47,17 @@ def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> 
             break
         if key not in tried and other.configuration.num_stages > 1:
             tried.add(key)
-            found.append(with_found_order(solver, other))
+            record_s = min(own.predicted.step_time_s for own in found)
+            found.append(with_found_order(solver, other, record_s))
             if not finds_sets(solver, other):
                 found.append(with_split_backward(solver, other))
     return min(found, key=lambda own: own.predicted.step_time_s)
 
 
-def with_found_order(solver: Solver, found: Candidate) -> Candidate:
+def with_found_order(solver: Solver, found: Candidate, record_s: float = inf) -> Candidate:
     """``found``, or a faster plan of the same ops on the same mesh with an order of its own; one in any case if the
-    constraints ask for it. Raises InfeasiblePlan if it then does not fit."""
+    constraints ask for it. record_s: of a plan that takes longer nothing need be known. Raises InfeasiblePlan if it
+    then does not fit."""
     configuration = found.configuration
     constraints = configuration.constraints
     pinned = constraints.schedule == FOUND
@@ -69,9 +71,7 @@ def with_found_order(solver: Solver, found: Candidate) -> Candidate:
 
     def most_s() -> float:
         """Seconds of a step that another plan has to stay below."""
-        if best is None:
-            return inf
-        return best.predicted.step_time_s * (1 - _GAIN * (best is found))
+        return record_s if best is None else min(record_s, best.predicted.step_time_s * (1 - _GAIN * (best is found)))
 
     for other in _candidates(solver, found, most_s):
         if other.predicted.step_time_s < most_s():

@@ -135,8 +135,8 @@ class _Rank:
             states=replace(sum((block.states for block in every), whole_copies), gradients=lasting),
             resting=sum((b.resting for b in every), MemoryParts(transient=max(b.optimiser_bytes for b in every))),
             arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
-            kept={number: kept_of(priced, stages, number) for number in own},
-            sending={number: sending_of(priced, stages[number]) for number in own},
+            kept={number: kept_of(priced.blocks, stages, number) for number in own},
+            sending={number: sending_of(priced.blocks, stages[number]) for number in own},
             delayed={number: sum(block.delayed_bytes for block in inside[number]) for number in own},
             work=work,
             fragmentation=memory.fragmentation,
@@ -183,17 +183,17 @@ class _Rank:
         return self.states + inside + waiting
 
 
-def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
+def most_kept(blocks: Sequence[BlockPrice], stages: Sequence[Stage], order: Order) -> float:
     """Most bytes of activations that the passes of one rank hold on the device for later ones, outside any backward."""
     own = {action.stage for action in order}
-    kept = {number: kept_of(priced, stages, number) for number in own}
-    return _most(order, kept, {number: sending_of(priced, stages[number]) for number in own})
+    kept = {number: kept_of(blocks, stages, number) for number in own}
+    return _most(order, kept, {number: sending_of(blocks, stages[number]) for number in own})
 
 
-def most_on_host(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
+def most_on_host(blocks: Sequence[BlockPrice], stages: Sequence[Stage], order: Order) -> float:
     """Most bytes of activations that the passes of one rank have in host memory."""
     own = {action.stage for action in order}
-    sent = {number: sum(copies.num_bytes for copies in _copies(priced, stages[number])) for number in own}
+    sent = {number: sum(copies.num_bytes for copies in _copies(blocks, stages[number])) for number in own}
     return _most(order, sent, dict.fromkeys(own, 0.0))
 
 
@@ -208,14 +208,14 @@ def _most(order: Order, held: Mapping[int, float], after: Mapping[int, float]) -
     return most
 
 
-def _copies(priced: Priced, stage: Stage) -> list[HostCopies]:
+def _copies(blocks: Sequence[BlockPrice], stage: Stage) -> list[HostCopies]:
     """Of each block of a stage."""
-    return [priced.blocks[b].host[stage.level(b)] for b in range(stage.first, stage.last + 1)]
+    return [blocks[b].host[stage.level(b)] for b in range(stage.first, stage.last + 1)]
 
 
-def sending_of(priced: Priced, stage: Stage) -> float:
+def sending_of(blocks: Sequence[BlockPrice], stage: Stage) -> float:
     """Bytes on their way to host memory when a forward of a stage ends: of the last block that sends any."""
-    return next((copies.num_bytes for copies in reversed(_copies(priced, stage)) if copies.num_bytes), 0.0)
+    return next((copies.num_bytes for copies in reversed(_copies(blocks, stage)) if copies.num_bytes), 0.0)
 
 
 def _arriving(block: BlockPrice) -> float:
@@ -223,13 +223,13 @@ def _arriving(block: BlockPrice) -> float:
     return block.states.gradients - block.lasting_bytes
 
 
-def kept_of(priced: Priced, stages: Sequence[Stage], number: int) -> float:
+def kept_of(blocks: Sequence[BlockPrice], stages: Sequence[Stage], number: int) -> float:
     """Bytes of activations that a stage saves for one microbatch on the device, those that it sends included, and what
     it receives: the pipeline holds both."""
     stage = stages[number]
-    inside = sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
-    sent = priced.blocks[stage.last + 1].send_bytes if number + 1 < len(stages) else 0.0
-    received = _copies(priced, stage)[0].input_bytes if number else 0.0
+    inside = sum(blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
+    sent = blocks[stage.last + 1].send_bytes if number + 1 < len(stages) else 0.0
+    received = _copies(blocks, stage)[0].input_bytes if number else 0.0
     return inside + received + (sent or 0.0)
 
 

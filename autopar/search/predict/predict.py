@@ -33,8 +33,7 @@ class Predicted:
     """One predicted step. Per stage: seconds of a microbatch forward and backward, and of both passes of a split
     backward.
 
-    memory: bytes of each rank of the pipeline at its peak; kept_bytes: the most activations that its passes hold for
-    later ones; host_bytes: the most that wait in host memory. explain: makes ``breakdown_s``; costs: of the tasks that
+    memory: bytes of each rank of the pipeline at its peak. explain: makes ``breakdown_s``; costs: of the tasks that
     ``spans`` runs. memory_profile: of a rank of the pipeline, the bytes held in each of its passes, in order. after_s:
     of a rank of each place in the pipeline, seconds from its last pass to the end of its step; working_after_s: of
     those, seconds in which it does not wait for other places. state: bytes of parameters and optimiser state that the
@@ -48,8 +47,6 @@ class Predicted:
     inputs_s: tuple[float, ...]
     weights_s: tuple[float, ...]
     memory: tuple[MemoryParts, ...]
-    kept_bytes: tuple[float, ...]
-    host_bytes: tuple[float, ...]
     after_s: tuple[float, ...]
     working_after_s: tuple[float, ...]
     timeline: Timeline
@@ -68,6 +65,18 @@ class Predicted:
     def spans(self) -> list[Span]:
         """The step with compute and communication on streams of their own, for a rank of each place in the pipeline."""
         return run_step(self.costs)
+
+    @cached_property
+    def kept_bytes(self) -> tuple[float, ...]:
+        """The most bytes of activations that the passes of each rank of the pipeline hold for later ones."""
+        blocks, stages = self.costs.blocks, self.costs.stages
+        return tuple(most_kept(blocks, stages, order) for order in self.costs.shape.orders())
+
+    @cached_property
+    def host_bytes(self) -> tuple[float, ...]:
+        """The most bytes of activations that wait in host memory, of each rank of the pipeline."""
+        blocks, stages = self.costs.blocks, self.costs.stages
+        return tuple(most_on_host(blocks, stages, order) for order in self.costs.shape.orders())
 
     @property
     def overlapped_s(self) -> float:
@@ -176,8 +185,6 @@ def predict(
         memory_profile=partial(_memory_profile, pricing, priced, stages, shape),
         state=partial(rank_state_bytes, priced, held),
         offloaded=partial(offloaded_bytes, priced, held),
-        kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
-        host_bytes=tuple(most_on_host(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
         after_s=tuple(
             end - (events[-1].end_s if events else 0.0) for end, events in zip(ends, timeline.events, strict=True)

@@ -114,6 +114,21 @@ def stage_budgets(
     """
     if shape.virtual_stages == 1 or np.isinf(budget_bytes):
         return ((budget_bytes,) * shape.num_stages,) * 2
+    static, activations, workspace = _even_needs(tuple(blocks), shape)
+    needed = workspace + static
+    for rank in range(shape.num_ranks):
+        own = list(shape.stages_of(rank))
+        if activations[own].sum():
+            left = budget_bytes - workspace - static[own].sum()
+            needed[own] += activations[own] * left / activations[own].sum()
+    equal = workspace + max(0.0, budget_bytes - workspace) / shape.virtual_stages
+    return (equal,) * shape.num_stages, tuple(needed.tolist())
+
+
+@lru_cache(maxsize=256)
+def _even_needs(blocks: tuple[BlockCost, ...], shape: Pipelining) -> tuple[Floats, Floats, float]:
+    """Of stages that are equal in seconds, bytes of state and of the activations of all that they have in flight; the
+    largest workspace of a block."""
     seconds = np.cumsum([0.0, *(min(block.time_s) for block in blocks)])
     places = np.linspace(0.0, seconds[-1], shape.num_stages + 1)
     static, saved, delayed = (
@@ -121,15 +136,8 @@ def stage_budgets(
         for values in zip(*((b.static_bytes, b.saved_bytes[0], b.delayed_bytes) for b in blocks), strict=True)
     )
     waiting = np.array(shape.waiting())
-    saved = saved * (shape.live() - waiting) + delayed * waiting
-    workspace = max(block.workspace_bytes for block in blocks)
-    needed = workspace + static
-    for rank in range(shape.num_ranks):
-        own = list(shape.stages_of(rank))
-        if saved[own].sum():
-            needed[own] += saved[own] * (budget_bytes - workspace - static[own].sum()) / saved[own].sum()
-    equal = workspace + max(0.0, budget_bytes - workspace) / shape.virtual_stages
-    return (equal,) * shape.num_stages, tuple(needed.tolist())
+    activations = saved * (shape.live() - waiting) + delayed * waiting
+    return static, activations, max(block.workspace_bytes for block in blocks)
 
 
 def cut(

@@ -1,4 +1,4 @@
-"""Masks of long sequences: what they mean is found in a number of elements that does not grow with the sequence."""
+"""Masks of long sequences: what they mean is found in a number of elements that does not grow with their square."""
 
 from __future__ import annotations
 
@@ -86,7 +86,19 @@ def test_a_mask_of_a_million_positions(mask: Callable[[int], Tensor], expected: 
     assert numel < 1e9
 
 
-def test_a_longer_mask_takes_no_more() -> None:
-    _, short, _ = read(causal, LONG // 8)
-    _, long, _ = read(causal, LONG)
+def of_differences(length: int) -> Tensor:
+    """Causal, but only its elements say so."""
+    rows, columns = positions(length)
+    return columns - rows <= 0
+
+
+def test_a_longer_mask_takes_no_more_elements() -> None:
+    (kind, _), short, _ = read(of_differences, LONG // 8)
+    assert kind == "causal"
+    _, long, _ = read(of_differences, LONG)
     assert long < 1.2 * short
+
+
+def test_intervals_take_elements_as_the_length() -> None:
+    _, numel, _ = read(causal, LONG)
+    assert numel < 8 * LONG
