@@ -1,6 +1,6 @@
 """How long the planner takes: the whole command, from the start of the process, and the memory of it.
 
-    python benchmarks/search.py [--cases 8b,70b] [--repeat 3]
+    python benchmarks/search.py [--cases 8b,70b] [--repeat 5]
 
 Each case runs ``autopar search MODEL ... --json`` as a process of its own, on models and clusters of true size, with
 the package's bytecode compiled before, as that of an installed package is. Prints a table in Markdown with the best of
@@ -112,7 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", default=",".join(names), help=f"of {', '.join(names)}")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each, of which the fastest counts")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each, of which the fastest counts")
     options = parser.parse_args()
     wanted = options.cases.split(",")
     if unknown := set(wanted) - set(names):

@@ -21,7 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.ir.primitives.collectives import all_to_all
-from autopar.ir.sequence import Span, spans
+from autopar.ir.sequence import Block, Sight, Span, spans
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups
 
@@ -190,7 +190,7 @@ def test_narrow_types_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert run_ranks(_check, RANKS, narrow) == [[]] * RANKS
     # Tiles: one process is enough.
-    monkeypatch.setattr(blockwise, "_TILE", 3)
+    monkeypatch.setattr(blockwise, "TILE", 3)
     for kind, window in (("causal", None), ("sliding", 4)):
         case = Case(**{**common, "kind": kind, "window": window, "lengths": (11, 11), "sizes": (4, 5)}, zigzag=False)
         alone, tiled = ([x if x is None else x.requires_grad_() for x in case.operands()] for _ in range(2))
@@ -293,3 +293,20 @@ def test_ulysses_is_four_all_to_alls_each_way() -> None:
     for errors, counted in run_ranks(_ulysses, 2):
         assert max(errors) < 1e-5
         assert counted == "forward: 4 all_to_all; backward: 4 all_to_all"
+
+
+def test_a_block_of_heads_that_are_last_in_memory() -> None:
+    """The kernel of CPUs reads past the strides of such operands without a word."""
+    n, whole = 32, Span(0, 32)
+    scores = blockwise.Scores(0.5, Sight("causal"), Block(whole, whole, whole, whole, whole=False))
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 3, 8, n, generator=generator, requires_grad=True) for _ in range(3))
+    expected = composite.attention(q.mT.contiguous(), k.mT.contiguous(), v.mT.contiguous(), kind="causal", scale=0.5)
+    grad = torch.randn(2, 3, 8, n, generator=generator).mT
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    with torch.no_grad():
+        out, lse = blockwise.forward(q.mT, k.mT, v.mT, None, scores)
+        found = blockwise.backward(grad, q.mT, k.mT, v.mT, None, out, lse, scores, None)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.mT)

@@ -19,6 +19,7 @@ from autopar.ir.lowered.random import shard_randomness
 from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
+from autopar.ir.ops.biased_attention import masked_attention
 from autopar.ir.ops.composite import both
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
@@ -152,7 +153,7 @@ def _rows(
         seen = seen & mask if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         return composite.attention(q, k, v, seen, sinks, kind="mask", scale=scale, dropout_p=dropout_p)
-    return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout_p, scale=scale)
+    return masked_attention(q, k, v, seen, scale=scale, dropout_p=dropout_p)
 
 
 def _has_lower_right_kernel(q: Tensor, mask: Tensor | None, window: int | None) -> bool:

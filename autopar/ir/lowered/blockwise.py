@@ -4,7 +4,7 @@
     merge(out, lse, more_out, more_lse)                  softmax over both
     dq, dk_block, dv_block = backward(grad, .., lse)     with the log-sum-exp over all blocks
 
-Fused kernels where they apply, else tiles of ``_TILE`` queries by ``_TILE`` keys (Dao, arXiv:2307.08691, section 3).
+Fused kernels where they apply, else tiles of ``TILE`` queries by ``TILE`` keys (Dao, arXiv:2307.08691, section 3).
 Shapes: q (B, Hq, S, D), k (B, Hkv, T, D), v (B, Hkv, T, Dv), lse (B, Hq, S). A row that sees nothing has result 0
 and log-sum-exp -inf.
 """
@@ -18,19 +18,18 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from autopar.ir.ops.biased_attention import TILE, part_of, tile_gradients
 from autopar.ir.ops.composite import AttentionKind, repeat_heads
+from autopar.ir.ops.flash_cpu import flash_backward, flash_forward
 from autopar.ir.sequence import Block, Sight, Span
 from autopar.ir.torch_private import (
     EFFICIENT_CUDA,
     EFFICIENT_CUDA_BACKWARD,
-    FLASH_CPU,
-    FLASH_CPU_BACKWARD,
     FLASH_CUDA,
     FLASH_CUDA_BACKWARD,
 )
 
 _aten = torch.ops.aten
-_TILE = 1024
 
 # The memory-efficient CUDA kernel pads the log-sum-exp to this many queries, and wants heads of this alignment.
 _ALIGNED_QUERIES, _ALIGNED_HEAD = 32, 8
@@ -76,8 +75,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
     causal = scores.kernel_causal
     if mask is None and causal is not None:
         if _takes_cpu_flash(q, v):
-            out, lse = FLASH_CPU(q, repeat_heads(k, q), repeat_heads(v, q), 0.0, causal, scale=scores.scale)
-            return out, lse
+            return flash_forward(q, repeat_heads(k, q), repeat_heads(v, q), None, causal=causal, scale=scores.scale)
         if _takes_cuda_flash(q, v):
             out, lse, *_ = FLASH_CUDA(q, k, v, 0.0, causal, scale=scores.scale)
             return out, lse
@@ -149,8 +147,8 @@ def backward(
     causal = scores.kernel_causal
     if mask is None and causal is not None:
         if _takes_cpu_flash(q, v):
-            dq, dk, dv = FLASH_CPU_BACKWARD(
-                grad, q, repeat_heads(k, q), repeat_heads(v, q), out, lse, 0.0, causal, scale=scores.scale
+            dq, dk, dv = flash_backward(
+                grad, q, repeat_heads(k, q), repeat_heads(v, q), out, lse, causal=causal, scale=scores.scale
             )
             return dq, _sum_groups(dk, k), _sum_groups(dv, v)
         if _takes_cuda_flash(q, v):
@@ -174,24 +172,23 @@ def backward(
         values, keys = (repeat_heads(x[:, :, column], q).to(wide) for x in (v, k))
         own, row_grad = q[:, :, row].to(wide), grad[:, :, row].to(wide)
         weights = _tile(q, k, mask, scores, rows, columns).sub_(_finite(lse[:, :, row])[..., None]).exp_()
-        dv[:, :, column] += _sum_groups(weights.mT @ row_grad, v)
-        spread = (row_grad * out[:, :, row]).sum(-1, keepdim=True)
-        slope = (row_grad @ values.mT).sub_(spread).mul_(weights)
-        dq[:, :, row] += slope @ keys * scores.scale
-        dk[:, :, column] += _sum_groups(slope.mT @ own * scores.scale, k)
+        made = tile_gradients(own, keys, values, weights, row_grad, out[:, :, row], scores.scale)
+        dq[:, :, row] += made.q
+        dk[:, :, column] += _sum_groups(made.k, k)
+        dv[:, :, column] += _sum_groups(made.v, v)
         if grad_mask is not None:
-            part = part_of(grad_mask, rows, columns)
-            part += slope.sum_to_size(part.shape)
+            part = part_of(grad_mask, row, column)
+            part += made.scores.sum_to_size(part.shape)
     return dq, dk, dv
 
 
 def _tiles(scores: Scores) -> Iterator[tuple[Span, Span]]:
     """Rows and columns of the tiles of the block in which anything is seen, counted from the block's first ones."""
     block = scores.block
-    for row in range(0, len(block.rows), _TILE):
-        rows = Span(row, min(row + _TILE, len(block.rows)))
-        for column in range(0, len(block.columns), _TILE):
-            columns = Span(column, min(column + _TILE, len(block.columns)))
+    for row in range(0, len(block.rows), TILE):
+        rows = Span(row, min(row + TILE, len(block.rows)))
+        for column in range(0, len(block.columns), TILE):
+            columns = Span(column, min(column + TILE, len(block.columns)))
             if block.whole or not scores.sight.sees_none(*_positions(block, rows, columns)):
                 yield rows, columns
 
@@ -207,7 +204,7 @@ def _tile(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, rows: Span,
     keys = repeat_heads(k[:, :, columns.start : columns.stop], q).to(wide)
     tile = (q[:, :, rows.start : rows.stop].to(wide) @ keys.mT).mul_(scores.scale)
     if mask is not None:
-        part = part_of(mask, rows, columns)
+        part = part_of(mask, slice(*rows), slice(*columns))
         tile = tile.masked_fill_(~part, float("-inf")) if part.dtype == torch.bool else tile.add_(part)
     if not scores.block.whole:
         queries, key_span = _positions(scores.block, rows, columns)
@@ -219,12 +216,6 @@ def _tile(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, rows: Span,
                 hidden = hidden | (key_position <= position - (scores.sight.window or 0))
             tile.masked_fill_(hidden, float("-inf"))
     return tile
-
-
-def part_of(mask: Tensor, rows: Span, columns: Span) -> Tensor:
-    """The part of a mask, broadcast or not, for a tile."""
-    part = mask[..., rows.start : rows.stop, :] if mask.shape[-2] > 1 else mask
-    return part[..., columns.start : columns.stop] if mask.shape[-1] > 1 else part
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
 from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
+from autopar.ir.ops.biased_attention import part_of
 from autopar.ir.packed_order import PackedRows
 from autopar.ir.primitives.collectives import all_gather, apply, communicates_backward
 from autopar.ir.primitives.computed_once import computed_once
@@ -327,7 +328,7 @@ def _gradients(
 
 def _part_of(mask: Tensor, rows: slice, block: Block) -> Tensor:
     """The part of a mask that is about a block of some rows of the batch."""
-    return blockwise.part_of(mask[rows] if mask.shape[0] > 1 else mask, block.rows, block.columns)
+    return part_of(mask[rows] if mask.shape[0] > 1 else mask, slice(*block.rows), slice(*block.columns))
 
 
 def _slices(block: Block) -> tuple[slice, slice]:

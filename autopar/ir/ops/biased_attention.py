@@ -1,0 +1,102 @@
+"""Attention with a mask, on a CPU also where the mask is a bias that needs a gradient.
+
+No kernel for CPUs gives that gradient, and without a kernel autograd keeps the scores of all heads, (B, H, S, T). Here
+the forward is the kernel, which keeps the logarithm of the normaliser of each row instead, and the backward makes the
+scores again, in tiles (Dao, arXiv:2307.08691, section 3).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ir.ops.flash_cpu import flash_forward
+from autopar.ir.primitives.values import has_values
+
+# Queries, and keys, of a tile.
+TILE = 1024
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, scale: float, dropout_p: float
+) -> Tensor:
+    """``scaled_dot_product_attention`` of equally many heads of queries and keys: q (B, H, S, D), k (B, H, T, D),
+    v (B, H, T, Dv) and a mask that broadcasts to (B, H, S, T) give (B, H, S, Dv). causal: beside the mask, where it
+    ``takes_bias``."""
+    if takes_bias(q, k, v, mask, dropout_p):
+        found: Tensor = _BiasedAttention.apply(q, k, v, mask, causal, scale)  # type: ignore[no-untyped-call]
+        return found
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+
+
+def takes_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    """Whether the mask is a bias whose gradient no kernel of torch gives, and the attention is of the kind here."""
+    if mask is None or not (mask.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return False
+    fits = mask.dim() in (2, 4) and q.shape[3] == v.shape[3] and dropout_p == 0 and q.shape[2] > 0 and k.shape[2] > 0
+    return q.device.type == "cpu" and fits and has_values(q)
+
+
+class TileGradients(NamedTuple):
+    """What a tile of scores adds to the gradients of its queries, keys, values and scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+
+
+def tile_gradients(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, grad: Tensor, out: Tensor, scale: float
+) -> TileGradients:
+    """Backward of a tile. weights: of its queries and keys, (.., rows, columns), normalised over all keys. grad, out:
+    of its queries, over all keys."""
+    spread = (grad * out).sum(-1, keepdim=True)
+    slope = (grad @ v.mT).sub_(spread).mul_(weights)
+    return TileGradients(slope @ k * scale, slope.mT @ q * scale, weights.mT @ grad, slope)
+
+
+def part_of(mask: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part of a mask, broadcast or not, for a tile."""
+    part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+    return part[..., columns] if mask.shape[-1] > 1 else part
+
+
+class _BiasedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float) -> Tensor:
+        out, lse = flash_forward(q, k, v, mask, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():  # the normalisers are no function of q, k and the bias here
+            raise NotImplementedError(
+                "attention with a bias that needs a gradient has one derivative on a CPU, no more"
+            )
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        dq, dk, dv, dmask = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v, mask))
+        starts = (range(0, size, TILE) for size in (q.shape[2], k.shape[2]))
+        for row, column in product(*starts):
+            if ctx.causal and column > row:
+                continue
+            rows, columns = slice(row, row + TILE), slice(column, column + TILE)
+            own, of_rows, of_out = (x[:, :, rows].to(lse.dtype) for x in (q, grad, out))
+            keys, values = (x[:, :, columns].to(lse.dtype) for x in (k, v))
+            scores = (own @ keys.mT).mul_(ctx.scale).add_(part_of(mask, rows, columns))
+            weights = scores.sub_(lse[:, :, rows, None]).exp_()
+            if ctx.causal and column == row:
+                weights.tril_()
+            made = tile_gradients(own, keys, values, weights, of_rows, of_out, ctx.scale)
+            dq[:, :, rows] += made.q
+            dk[:, :, columns] += made.k
+            dv[:, :, columns] += made.v
+            part = part_of(dmask, rows, columns)
+            part += made.scores.sum_to_size(part.shape)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask.to(mask.dtype), None, None
