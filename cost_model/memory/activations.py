@@ -72,7 +72,9 @@ class BlockActivations:
     operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose operands
     are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are saved
     at each level. regions: that full rematerialisation computes in tiles where a rank has much of them. dispatched:
-    results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch.
+    results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch. constants: what
+    autograd keeps of what depends on no parameter, such as masks and rotary tables, and is made once for all blocks. copied: the part of ``extra`` that
+    an op's own code makes again wherever it is recomputed.
     """
 
     saved: tuple[Saved, ...]
@@ -87,6 +89,8 @@ class BlockActivations:
     losses: tuple[ChunkableLoss, ...] = ()
     regions: tuple[TileableRegion, ...] = ()
     dispatched: tuple[tuple[Saved, frozenset[str]], ...] = ()
+    constants: tuple[Saved, ...] = ()
+    copied: tuple[Saved, ...] = ()
 
     @classmethod
     def of(
@@ -110,6 +114,7 @@ class BlockActivations:
         """
         inside = set(nodes)
         batches = batch_factors or {}
+        made_for_all = {node for node in shared if node.op == "call_function"}
         differentiable = None if needs_grad is None else needs_grad.__contains__
 
         def entry(node: fx.Node, tensor: fx.Node | None, position: int) -> Saved:
@@ -126,6 +131,8 @@ class BlockActivations:
             return Saved.of(node, storage, num_bytes, (factors,), batches.get(node), itemsize)
 
         saved: list[Saved] = []
+        constants: list[Saved] = []
+        copied: list[Saved] = []
         extra: list[Saved] = []
         kept: list[Saved] = []
         moved: list[Moved] = []
@@ -158,6 +165,7 @@ class BlockActivations:
             else:
                 unreached.append(node)
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
+            constants += [uses[p] for p in operand_positions if uses[p].storage[0] in made_for_all]
             saved += [results[p] for p in result_positions if p < len(results)]
             if memory.loss is not None and "cross_entropy" in op_name(node):
                 extra_bytes = tensor_operands(node)[0].meta["val"].numel() * memory.loss.kept
@@ -166,6 +174,8 @@ class BlockActivations:
             cut_like = *shaped, (own.extra_factors,)
             if extra_bytes:
                 extra.append(Saved.of(node, (node, -1), extra_bytes, cut_like, batches.get(node)))
+            if own.copied_bytes:
+                copied.append(Saved.of(node, (node, -1), own.copied_bytes, cut_like, batches.get(node)))
             if own.product_bytes:
                 kept.append(Saved.of(node, (node, -2), own.product_bytes, cut_like, batches.get(node)))
             elif is_contraction(node, rule):
@@ -218,6 +228,8 @@ class BlockActivations:
             losses=tuple(losses),
             regions=regions,
             dispatched=tuple(dispatched),
+            constants=tuple(constants),
+            copied=tuple(copied),
         )
 
     def saved_bytes(

@@ -68,6 +68,29 @@ def test_causal_with_a_bias(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, .
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_causal_with_padding_makes_no_mask_of_all_pairs(additive: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(BATCH, HEADS, KEYS, WIDTH, generator=generator, requires_grad=True) for _ in range(3))
+    seen = torch.ones(BATCH, 1, 1, KEYS, dtype=torch.bool)
+    seen[1, ..., :2] = False  # queries that see nothing
+    mask = torch.where(seen, 0.0, float("-inf")) if additive else seen
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found = attention(q, k, v, mask, kind="causal", scale=SCALE)
+    assert max(x.numel() for x in kept) == q.numel()
+    whole = seen & torch.ones(KEYS, KEYS, dtype=torch.bool).tril()
+    expected = F.scaled_dot_product_attention(q, k, v, whole, scale=SCALE)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_heads_that_are_last_in_memory() -> None:
     generator = torch.Generator().manual_seed(3)
     given = [torch.randn(BATCH, HEADS, WIDTH, KEYS, generator=generator).mT for _ in range(3)]

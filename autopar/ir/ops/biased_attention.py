@@ -1,8 +1,9 @@
-"""Attention with a mask, on a CPU also where the mask is a bias that needs a gradient.
+"""Attention with a mask, on a CPU also where the mask is a bias that needs a gradient, or one beside a causal mask.
 
-No kernel for CPUs gives that gradient, and without a kernel autograd keeps the scores of all heads, (B, H, S, T). Here
-the forward is the kernel, which keeps the logarithm of the normaliser of each row instead, and the backward makes the
-scores again, in tiles (Dao, arXiv:2307.08691, section 3).
+No kernel for CPUs gives the gradient of a bias, and without a kernel autograd keeps the scores of all heads,
+(B, H, S, T). Here the forward is the kernel, which keeps the logarithm of the normaliser of each row instead, and the
+backward makes the scores again, in tiles (Dao, arXiv:2307.08691, section 3). The kernel also takes a causal mask beside
+another one, which the public function has to be given as one mask of all queries and keys.
 """
 
 from __future__ import annotations
@@ -25,20 +26,31 @@ def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, scale: float, dropout_p: float
 ) -> Tensor:
     """``scaled_dot_product_attention`` of equally many heads of queries and keys: q (B, H, S, D), k (B, H, T, D),
-    v (B, H, T, Dv) and a mask that broadcasts to (B, H, S, T) give (B, H, S, Dv). causal: beside the mask, where it
-    ``takes_bias``."""
-    if takes_bias(q, k, v, mask, dropout_p):
-        found: Tensor = _BiasedAttention.apply(q, k, v, mask, causal, scale)  # type: ignore[no-untyped-call]
-        return found
+    v (B, H, T, Dv) and a mask that broadcasts to (B, H, S, T) give (B, H, S, Dv). causal: beside the mask, where
+    ``takes_causal``."""
+    if mask is not None and takes_causal(q, k, v, mask, dropout_p):
+        if mask.requires_grad and torch.is_grad_enabled():
+            found: Tensor = _BiasedAttention.apply(q, k, v, mask, causal, scale)  # type: ignore[no-untyped-call]
+            return found
+        if causal:
+            return flash_forward(q, k, v, _added(mask, q.dtype), causal=True, scale=scale)[0]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
 
 
-def takes_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
-    """Whether the mask is a bias whose gradient no kernel of torch gives, and the attention is of the kind here."""
-    if mask is None or not (mask.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+def takes_causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    """Whether the kernel of CPUs computes this attention, also under a causal mask beside ``mask``, so that no mask of
+    all queries and keys is made."""
+    if mask is None or mask.dim() not in (2, 4) or torch.compiler.is_compiling():
         return False
-    fits = mask.dim() in (2, 4) and q.shape[3] == v.shape[3] and dropout_p == 0 and q.shape[2] > 0 and k.shape[2] > 0
+    fits = q.shape[3] == v.shape[3] and dropout_p == 0 and q.shape[2] > 0 and k.shape[2] > 0
     return q.device.type == "cpu" and fits and has_values(q)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to the scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 class TileGradients(NamedTuple):

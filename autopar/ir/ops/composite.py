@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.ops.biased_attention import masked_attention, takes_bias
+from autopar.ir.ops.biased_attention import masked_attention, takes_causal
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, record_load, run_experts
 from autopar.ir.ops.scaled_products import scaled_product
@@ -85,7 +85,7 @@ def attention(
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
         )
-    causal = kind == "causal" and queries == keys and takes_bias(q, k, v, mask, dropout_p)
+    causal = kind == "causal" and queries == keys and takes_causal(q, k, v, mask, dropout_p)
     if kind in ("causal", "sliding") and not causal:
         mask = both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
     return masked_attention(q, k, v, mask, causal=causal, scale=scale, dropout_p=dropout_p)

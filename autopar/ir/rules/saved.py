@@ -11,12 +11,16 @@ operand or result (statistics of a norm, log probabilities inside a loss) are co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.ir.gates import GATE, VALUE, gate_function
 from autopar.ir.graph import has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.ops.expert_ffn import ACTIVATIONS
 from autopar.ir.rules import loss, recurrent
 from autopar.ir.rules import scan as scans
 from autopar.ir.rules.call import Call, Operand, call_of
@@ -32,6 +36,8 @@ class Saved(NamedTuple):
     extra_factors: factors of the rule that divide the extra bytes, beside those of the result. product_bytes: of the
     extra bytes, those of results of products inside the op. dispatched_bytes: of the results of its all-to-alls
     where it dispatches tokens, beside the extra bytes, as backward does not need them; the same factors divide them.
+    copied_bytes: of the extra bytes, those of copies of operands, which the op's own code makes again where it is
+    recomputed, whether or not its results are kept.
     """
 
     operands: tuple[int, ...] = ()
@@ -40,6 +46,7 @@ class Saved(NamedTuple):
     extra_factors: tuple[str, ...] = ()
     product_bytes: float = 0.0
     dispatched_bytes: float = 0.0
+    copied_bytes: float = 0.0
 
 
 def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
@@ -153,10 +160,38 @@ def _norm(call: Call, x: Operand, num_statistics: float) -> Saved:
     return Saved(tuple(kept), (), num_statistics * _STATISTIC_BYTES)
 
 
-def _attention(call: Call, needs: set[int]) -> Saved:
+def _kernel_attention(call: Call, needs: set[int]) -> Saved:
     """All operands, the result, and the logarithm of the normaliser of each row."""
     rows = call.results[0].shape[:-1]
     return Saved(tuple(o.position for o in call.operands), (0,), numel(rows) * _STATISTIC_BYTES)
+
+
+def _attention(call: Call, needs: set[int]) -> Saved:
+    """What the kernel keeps, of operands as it takes them (``composite.attention``): copies where groups of heads share
+    keys beside a mask, of masks that are boolean, and of queries, keys and values with sinks. A sliding window without
+    a mask goes through it in pieces, whose results are kept beside the whole one."""
+    bound = call.bound()
+    q, k, v, mask, sinks = (bound[name] for name in ("q", "k", "v", "mask", "sinks"))
+    slides = bound["kind"] == "sliding" and bound["window"] < k.shape[2]
+    in_pieces = slides and mask is None and q.shape[2] == k.shape[2] > 2 * bound["window"]
+    masked = mask is not None or slides
+    times = q.shape[1] / k.shape[1] if masked else 1.0
+    kept, copied = {o.position for o in call.operands}, 0.0
+    if sinks is not None or times > 1:
+        # With sinks each piece has keys of its own, of up to two windows.
+        times *= 2 if in_pieces and sinks is not None else 1
+        copied += times * sum(numel(x.shape) * x.dtype.itemsize for x in (k, v))
+        kept -= {k.position, v.position}
+    if sinks is not None:
+        copied += numel(q.shape) * q.dtype.itemsize
+        kept.discard(q.position)
+    if mask is not None and mask.dtype == torch.bool:
+        copied += numel(mask.shape) * q.dtype.itemsize
+        kept.discard(mask.position)
+    if in_pieces:
+        copied += numel(call.results[0].shape) * q.dtype.itemsize
+    statistics = numel(call.results[0].shape[:-1]) * _STATISTIC_BYTES
+    return Saved(tuple(sorted(kept)), () if in_pieces else (0,), statistics + copied, copied_bytes=copied)
 
 
 def _cross_entropy(call: Call, needs: set[int]) -> Saved:
@@ -175,15 +210,41 @@ def _dropout(call: Call, needs: set[int]) -> Saved:
 
 
 def _moe(call: Call, needs: set[int]) -> Saved:
-    """Per token and chosen expert: the sorted row, the inner activations, and the row on its way out."""
+    """Per token and chosen expert: the sorted row, what is between the products, and the row on its way out."""
     bound = call.bound()
     x: Operand = bound["x"]
     h, u, inner = x.shape[-1], bound["w_up"].shape[1], bound["w_down"].shape[2]
     rows = numel(bound["expert_index"].shape)
-    widths = h + u + (2 if bound["gated"] else 1) * inner + h
+    widths = h + u + _between_products(bound["activation"], bound["gated"]) * inner + h
     row = rows * x.dtype.itemsize
     kept = tuple(bound[name].position for name in ("expert_index", "expert_weight", "w_up", "w_down"))
     return Saved(kept, (), row * widths, ("experts",), product_bytes=row * (u + h), dispatched_bytes=row * 2 * h)
+
+
+@lru_cache(maxsize=64)
+def _between_products(activation: str, gated: bool) -> int:
+    """Tensors as wide as an expert that are kept beside the result of the first product, by a gate or an expression."""
+    if activation in ACTIVATIONS:
+        return 2 if gated else 1
+    names = (GATE, VALUE) if gated else (GATE,)
+
+    def between(*parts: Tensor) -> Tensor:
+        return gate_function(activation)(dict(zip(names, parts, strict=True)))
+
+    graph = make_fx(between, tracing_mode="fake")(*(torch.empty(2, 2) for _ in names)).graph
+    (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    return len({(result, 0), *_kept_inside(graph)})
+
+
+def _kept_inside(graph: fx.Graph) -> set[tuple[fx.Node, int]]:
+    """The results of ops of a graph that the backward of one of them needs."""
+    kept = set()
+    for node in op_nodes(graph):
+        own = saved_for_backward(node)
+        operands = tensor_operands(node)
+        kept |= {source(operands[position]) for position in own.operands}
+        kept |= {(node, number) for number in own.results}
+    return {(node, number) for node, number in kept if node.op == "call_function"}
 
 
 def _bag(call: Call, needs: set[int]) -> Saved:
@@ -210,13 +271,7 @@ def _recurrent(call: Call, needs: set[int]) -> Saved:
 
 def _scan(call: Call, needs: set[int]) -> Saved:
     """All operands, and of every step what its ops keep of what other ops of the step made."""
-    body, kept = call.target.body, set()
-    for node in op_nodes(body.graph):
-        own = saved_for_backward(node)
-        operands = tensor_operands(node)
-        kept |= {source(operands[position]) for position in own.operands}
-        kept |= {(node, number) for number in own.results}
-    inside = [tensor_results(node)[number] for node, number in kept if node.op == "call_function"]
+    inside = [tensor_results(node)[number] for node, number in _kept_inside(call.target.body.graph)]
     extra = sum(t.numel() * t.dtype.itemsize for t in inside) * scans.work_of_body(call.target, scans.length_of(call))
     return Saved(tuple(o.position for o in call.operands), (), extra)
 
@@ -314,7 +369,7 @@ _SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
     ),
     **dict.fromkeys(aten("_weight_norm _weight_norm_interface"), _weight_norm),
     "autopar::attention": _attention,
-    "aten::scaled_dot_product_attention": _attention,
+    "aten::scaled_dot_product_attention": _kernel_attention,
     "autopar::cross_entropy": _cross_entropy,
     "aten::cross_entropy_loss": _cross_entropy,
     "autopar::dropout": _dropout,

@@ -18,7 +18,8 @@ from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.block_moves import layouts_of, needs_of
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.workload import Transfer, Workload
+from autopar.search.problem.arrivals import Transfer
+from autopar.search.problem.workload import Workload
 
 _GROWING, _SHRINKING = (Collective.ALL_GATHER,), (Collective.SPLIT, Collective.REDUCE_SCATTER)
 

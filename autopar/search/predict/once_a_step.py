@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from autopar.cost_model.communication.gradient_sync import most_hidden_s
 from autopar.cost_model.schedule.pipeline_simulator import Event
 from autopar.ir.schedule import Order, Pipelining
-from autopar.search.pricing.block_prices import BlockPrice, exposed_gathers_of_step, reductions_of_step
+from autopar.search.pricing.block_price import BlockPrice
+from autopar.search.pricing.block_prices import exposed_gathers_of_step, reductions_of_step
 
 
 def exposed_gathers(held: Sequence[Sequence[BlockPrice]], shape: Pipelining, *, ahead: bool) -> list[float]:

@@ -30,7 +30,8 @@ from autopar.cost_model.communication.host_copies import HostCopies
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.schedule import Action, Kind, Order, work_of
-from autopar.search.pricing.block_prices import BlockPrice, Priced
+from autopar.search.pricing.block_price import BlockPrice
+from autopar.search.pricing.block_prices import Priced
 from autopar.search.stages.stage import Stage
 
 
@@ -228,6 +229,7 @@ def kept_of(blocks: Sequence[BlockPrice], stages: Sequence[Stage], number: int) 
     it receives: the pipeline holds both."""
     stage = stages[number]
     inside = sum(blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
+    inside += blocks[stage.first].shared_bytes
     sent = blocks[stage.last + 1].send_bytes if number + 1 < len(stages) else 0.0
     received = _copies(blocks, stage)[0].input_bytes if number else 0.0
     return inside + received + (sent or 0.0)
@@ -244,7 +246,12 @@ def _backward_peak(
     delayed = [0.0 if kind == "B" else block.delayed_bytes for block in blocks]
     if kind == "W":
         saved = delayed
-    kept, gradients, leaving = sum(saved), 0.0 if first else sum(map(_arriving, blocks)), 0.0
+    # What blocks share stays until the first of them is through.
+    kept, gradients, leaving = (
+        sum(saved) + blocks[0].shared_bytes * (kind != "W"),
+        0.0 if first else sum(map(_arriving, blocks)),
+        0.0,
+    )
     # Fetched ahead while a block runs: of the nearest one before it; at last, if it is of this stage, of the next pass.
     copies = [block.host[stage.level(stage.first + number)].num_bytes for number, block in enumerate(blocks)]
     next_pass = next(filter(None, reversed(copies)), 0.0)

@@ -23,7 +23,8 @@ from autopar.search.predict.once_a_step import exposed_gathers, exposed_reductio
 from autopar.search.predict.peak_memory import memory_profile, most_kept, most_on_host, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
 from autopar.search.pricing.block_moves import layouts_of, needs_of
-from autopar.search.pricing.block_prices import BlockPrice, Priced
+from autopar.search.pricing.block_price import BlockPrice
+from autopar.search.pricing.block_prices import Priced
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 

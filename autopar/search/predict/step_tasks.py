@@ -21,7 +21,7 @@ from typing import NamedTuple
 from autopar.cost_model.communication.gradient_sync import BucketSync, SyncTime
 from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
 from autopar.ir.schedule import Action, Pipelining, work_of
-from autopar.search.pricing.block_prices import BlockPrice
+from autopar.search.pricing.block_price import BlockPrice
 from autopar.search.stages.stage import Stage
 
 GATHER, REDUCE, SEND = "gather", "reduce", "send"

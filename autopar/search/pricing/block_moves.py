@@ -15,7 +15,8 @@ from autopar.ir.placement import Layout
 from autopar.ir.redistribution import gathers_only, reduces_or_all_to_alls
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.workload import Tensor, Transfer, Workload
+from autopar.search.problem.arrivals import Tensor, Transfer
+from autopar.search.problem.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

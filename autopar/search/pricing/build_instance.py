@@ -41,8 +41,9 @@ from autopar.search.pricing.placement_codes import (
 from autopar.search.pricing.price_cache import FactorShape
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import Allowed
+from autopar.search.problem.arrivals import Transfer
 from autopar.search.problem.constraints import NoOption
-from autopar.search.problem.workload import ParameterGroup, Transfer, Workload
+from autopar.search.problem.workload import ParameterGroup, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from autopar.ir.placed.layouts import made_on_axis
 from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.search.assign.instance import Floats, Ints
 from autopar.search.pricing.placement_codes import BASE, MOST_AXES, Moves, code_of
-from autopar.search.problem.workload import Tensor, Workload
+from autopar.search.problem.arrivals import Tensor
+from autopar.search.problem.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,8 @@ class _Builder(ForwardBuilder):
             for number in range(len(tensor_results(node))):
                 tensor, layout = workload.tensor(node, number), self._layouts.made(node, number)
                 self._num_bytes[node, number] = pricing.local_bytes(tensor, layout)
-            self._num_bytes[node, BESIDE] = self._bytes(node, self._activations.extra)
+            beside, copied = (self._bytes(node, own) for own in (self._activations.extra, self._activations.copied))
+            self._num_bytes[node, BESIDE] = beside - copied
         else:
             assert isinstance(name, tuple)
             node = name[0]

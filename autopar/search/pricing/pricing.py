@@ -45,8 +45,9 @@ from autopar.search.pricing.parameter_price import MASTER as MASTER
 from autopar.search.pricing.parameter_price import ParameterPrice, by_zero_stage
 from autopar.search.pricing.placement_codes import decode_need
 from autopar.search.pricing.price_cache import MeshPrices, OpPrices, ParameterSeconds
+from autopar.search.problem.arrivals import Tensor, Transfer
 from autopar.search.problem.kept_sets import KeptSets
-from autopar.search.problem.workload import ParameterGroup, Tensor, Transfer, Workload
+from autopar.search.problem.workload import ParameterGroup, Workload
 
 # Elements of a parameter whose price stands for those of others.
 _SAMPLE = 1_000_000

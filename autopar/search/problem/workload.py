@@ -32,62 +32,8 @@ from autopar.ir.precision import itemsize_of
 from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS
+from autopar.search.problem.arrivals import Arrivals, Tensor, Transfer, arrivals_of
 from autopar.search.problem.kept_activations import KeptActivations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """A tensor by its (representative) producer: an op, a step input, a buffer or a constant.
-
-    numel, rows: elements and size of dimension 0, of the whole batch. itemsize: bytes of an element in compute.
-    carries_batch: a microbatch has a part of it, of its rows if ``by_rows``. differentiable: a gradient flows
-    through it.
-    """
-
-    node: fx.Node
-    result: int
-    numel: int
-    rows: int
-    itemsize: int
-    carries_batch: bool
-    by_rows: bool
-    differentiable: bool
-    floating: bool
-
-    def bytes_of_microbatch(self, num_microbatches: int) -> float:
-        """Bytes of one microbatch of the global tensor."""
-        return self.numel * self.itemsize / (num_microbatches if self.carries_batch else 1)
-
-    def rows_of_microbatch(self, num_microbatches: int) -> float:
-        """Size of dimension 0 of one microbatch of the global tensor."""
-        return self.rows / (num_microbatches if self.carries_batch and self.by_rows else 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """A tensor and its uses inside one block.
-
-    uses: (representative op, operand position). blocks: index of every block instance it looks like this in.
-    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude). narrow:
-    whether products by tensor alone read it, and whether one alone reads its gradient (``narrow_activations``).
-    """
-
-    tensor: Tensor
-    uses: tuple[tuple[fx.Node, int], ...]
-    blocks: tuple[int, ...]
-    from_blocks: tuple[int, ...]
-    narrow: tuple[bool, bool] = (False, False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Arrivals:
-    """Relations of equal blocks to others.
-
-    transfers: numbers of the transfers into such a block. crossing: tensors that cross a cut before it.
-    """
-
-    transfers: tuple[int, ...]
-    crossing: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,26 +216,7 @@ class Workload:
     @cached_property
     def arrivals(self) -> Mapping[int, Arrivals]:
         """Arrivals of every block and of the PRELUDE; one object for equal blocks."""
-        into: dict[int, list[int]] = {}
-        reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
-        for number, transfer in enumerate(self.transfers):
-            tensor = transfer.tensor
-            for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
-                into.setdefault(block, []).append(number)
-                if start != PRELUDE and block > start:
-                    key = (tensor.node, tensor.result, start)
-                    reach[key] = (tensor, max(block, reach[key][1] if key in reach else block))
-        over: dict[int, list[Tensor]] = {}
-        for (_, _, start), (tensor, end) in reach.items():
-            for block in range(start + 1, end + 1):
-                over.setdefault(block, []).append(tensor)
-        made: dict[tuple[object, ...], Arrivals] = {}
-        found = {}
-        for block in (PRELUDE, *range(self.num_blocks)):
-            transfers, crossing = tuple(into.get(block, ())), tuple(over.get(block, ()))
-            alike = (transfers, tuple((tensor.node, tensor.result) for tensor in crossing))
-            found[block] = made.setdefault(alike, Arrivals(transfers=transfers, crossing=crossing))
-        return found
+        return arrivals_of(self.transfers, self.num_blocks)
 
     def tensor(self, node: fx.Node, result: int) -> Tensor:
         """Description of result ``result`` of ``node``."""

@@ -133,6 +133,27 @@ def test_attention_keeps_operands_result_and_one_number_a_row() -> None:
     assert saved.extra_bytes == pytest.approx(extra, abs=64)
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("mask", [None, "bool", "bias"])
+@pytest.mark.parametrize(("kind", "window"), [("causal", None), ("sliding", 4), ("sliding", 12), ("full", None)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_keeps_what_its_kernel_takes(
+    heads: int, mask: str | None, kind: str, window: int | None, sinks: bool
+) -> None:
+    q, k, v = r(2, 4, 24, 32), r(2, heads, 24, 32), r(2, heads, 24, 32)
+    masks = {None: None, "bool": torch.ones(2, 1, 1, 24, dtype=torch.bool), "bias": torch.zeros(2, 1, 24, 24)}
+    options = {"kind": kind, "window": window, "scale": 0.2}
+    node, operands, results, extra = measured(
+        composite.attention, q, k, v, masks[mask], r(4) if sinks else None, **options
+    )
+    saved = saved_for_backward(node)
+    ours, theirs = (
+        beside + sum(4 * _numel(node, position) for position in own) + 4 * node.meta["val"].numel() * len(results)
+        for beside, own, results in ((saved.extra_bytes, saved.operands, saved.results), (extra, operands, results))
+    )
+    assert ours == pytest.approx(theirs, rel=0.09), (saved, operands, results, extra)
+
+
 def test_cross_entropy_keeps_log_probabilities_and_targets() -> None:
     logits, target = r(2, 4, 6), torch.zeros(2, 4, dtype=torch.long)
     node, operands, _, extra = measured(composite.cross_entropy, logits, target)
@@ -156,6 +177,17 @@ def test_moe_keeps_the_activations_of_each_choice() -> None:
     saved = saved_for_backward(node)
     # The rest are the sorting indices, 8 bytes a choice each.
     assert saved.extra_bytes <= extra <= 1.4 * saved.extra_bytes
+
+
+def test_moe_keeps_what_an_expression_between_its_products_does() -> None:
+    x, up, down = r(64, 6), r(3, 32, 6), r(3, 6, 16)
+    index, weight = torch.randint(0, 3, (64, 2)), r(64, 2)
+    gate = "clamp(gate, None, 7.0)"
+    activation = f"mul(add(clamp(value, -7.0, 7.0), 1), mul({gate}, sigmoid(mul({gate}, 1.702))))"
+    node, *_, extra = measured(composite.moe, x, index, weight, up, down, activation=activation, gated=True)
+    saved = saved_for_backward(node)
+    assert saved.extra_bytes == 4 * 128 * (6 + 32 + 5 * 16 + 6)
+    assert saved.extra_bytes <= extra <= 1.2 * saved.extra_bytes
 
 
 def test_nothing_is_kept_without_a_gradient() -> None:
