@@ -78,10 +78,10 @@ def test_a_model_that_fits_easily_is_replicated() -> None:
 def test_what_fits_no_other_way_is_offloaded() -> None:
     # 16 / 8 bytes a parameter sharded eight ways, 2 of activations and the blocks gathered: not in 2.9.
     lean = replace(DATA_ONLY, remat="none")
-    plan = found(cluster(3.2), lean)
+    plan = found(cluster(2.9), lean)
     assert [stage.offload for stage in plan.stages] == [True]
     with pytest.raises(InfeasiblePlan):
-        search_captured(captured(), cluster(3.2), replace(lean, offload=Offload.NONE))
+        search_captured(captured(), cluster(2.9), replace(lean, offload=Offload.NONE))
     roomy = found(cluster(80), lean)
     assert not any(stage.offload for stage in roomy.stages)
     pinned = found(cluster(80), replace(lean, offload=Offload.HOST))
@@ -101,12 +101,12 @@ def with_host(usual: Cluster, bytes_a_parameter: float, *, disk: float = 0.0) ->
 def test_what_host_memory_has_no_room_for_is_on_disk() -> None:
     # 16 bytes a parameter of eight ranks: 2 of a rank.
     lean = replace(DATA_ONLY, remat="none")
-    roomy = found(with_host(cluster(3.2), 2.1, disk=8), lean)
+    roomy = found(with_host(cluster(2.9), 2.1, disk=8), lean)
     assert [(stage.offload, stage.on_disk) for stage in roomy.stages] == [(True, None)]
-    half = found(with_host(cluster(3.2), 1.1, disk=8), lean)
+    half = found(with_host(cluster(2.9), 1.1, disk=8), lean)
     (stage,) = half.stages
     assert stage.on_disk is not None and DEPTH / 2 - 1 <= stage.on_disk <= DEPTH / 2 + 1
-    none = found(with_host(cluster(3.2), 0.01, disk=8), lean)
+    none = found(with_host(cluster(2.9), 0.01, disk=8), lean)
     assert none.stages[0].on_disk == none.stages[0].last + 1
     assert roomy.prediction and half.prediction and none.prediction
     assert roomy.prediction.step_time_s < half.prediction.step_time_s < none.prediction.step_time_s
@@ -118,9 +118,9 @@ def test_what_host_memory_has_no_room_for_is_on_disk() -> None:
 def test_what_has_room_nowhere_says_how_much_there_would_have_to_be() -> None:
     lean = replace(DATA_ONLY, remat="none")
     with pytest.raises(InfeasiblePlan, match="GiB a rank to host memory, of which there are"):
-        found(with_host(cluster(3.2), 1.1), lean)
+        found(with_host(cluster(2.9), 1.1), lean)
     with pytest.raises(InfeasiblePlan, match="to disk, of which there are"):
-        found(with_host(cluster(3.2), 0.01, disk=1.0), lean)
+        found(with_host(cluster(2.9), 0.01, disk=1.0), lean)
 
 
 def test_a_disk_is_asked_for_where_there_is_one() -> None:
@@ -131,7 +131,7 @@ def test_a_disk_is_asked_for_where_there_is_one() -> None:
 
 
 def test_a_cpu_has_no_host_memory_beside_its_own() -> None:
-    usual = make_cluster("cpu", 8).with_memory(int(3.2 * NUMEL))
+    usual = make_cluster("cpu", 8).with_memory(int(2.9 * NUMEL))
     with pytest.raises(InfeasiblePlan):
         search_captured(captured(), usual, replace(DATA_ONLY, remat="none"))
     plan = found(with_host(usual, 100, disk=8), replace(DATA_ONLY, remat="none"))

@@ -75,7 +75,7 @@ def test_where_the_state_is_large_baselines_start_with_it_divided() -> None:
 def test_stages_are_cut_again_to_fill_the_memory() -> None:
     """Cuts count memory in a sum, the prediction as a profile: one cut leaves room, or finds nothing at all."""
     better = 0
-    for room in (0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13):
+    for room in (0.04, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13):
         outer = outer_with(room)
         solver = outer.solver
         for configuration in Seeds(outer).in_turns():

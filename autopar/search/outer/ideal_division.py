@@ -92,7 +92,8 @@ class Kept:
         chunkable = {node for loss in found.losses for node in loss.pair}
         kept = [tensor for tensor in found.kept if tensor.node not in chunkable]
         fewer = [tensor for tensor in kept if tensor.node not in found.every_second]
-        levels = saved, (*found.inputs, *kept), (*found.inputs, *fewer), found.inputs
+        inputs = workload.kept(ops.memory).inputs(kind)
+        levels = saved, (*inputs, *kept), (*inputs, *fewer), inputs
         size = [[repeats * _distinct_bytes(tensors, batch) for tensors in levels] for batch in (True, False)]
         second = [number for number, node in enumerate(nodes) if node in found.every_second]
         results = [[tensor for tensor in kept if tensor.node is nodes[number]] for number in second]

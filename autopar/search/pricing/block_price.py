@@ -98,6 +98,11 @@ class BlockPrice:
             host=(*self.host, *(host_copies(own, device, self.computed(own.seconds), link) for own in every)),
         )
 
+    def passing(self, passed_bytes: float) -> BlockPrice:
+        """The price where the next block keeps ``passed_bytes`` of what this one saves without rematerialisation."""
+        first, *others = self.saved_bytes
+        return replace(self, saved_bytes=(max(0.0, first - passed_bytes), *others)) if passed_bytes else self
+
     def beside(self, constants: float, shared: float) -> BlockPrice:
         """The price with bytes of constants that the block keeps at every level, and ``shared_bytes``."""
         saved = tuple(max(0.0, num_bytes + constants - shared) for num_bytes in self.saved_bytes)

@@ -141,16 +141,19 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
     blocks = []
     for block in workload.repetition.blocks:
         arrivals, held = workload.arrivals[block.index], by_block.get(block.index, ())
-        key = (block.kind, id(arrivals), *(id(price) for price in held))
+        around = id(arrivals), id(workload.arrivals.get(block.index + 1))
+        key = (block.kind, *around, *(id(price) for price in held))
         if key not in made:
             reaches = workload.kept(pricing.memory).blocks[block.kind]
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
             crossing = crossing_bytes(pricing, arrivals.crossing, layouts)
             price = own[block.kind].block(pricing, moved, left, held, crossing)
+            beside = kept_beside(pricing, layouts, block.index)
+            price = price.passing(beside.passed)
             costs = kept_costs(pricing, assignment, layouts, block.kind) if pricing.kept else ()
             price = price.keeping(costs, pricing.ops.cluster.device, link_taken(pricing, held)) if costs else price
-            made[key] = price.beside(*kept_beside(pricing, layouts, block.index))
+            made[key] = price.beside(beside.constants, beside.shared)
         blocks.append(made[key])
     if workload.unread_bytes:
         # Parameters that no op reads are there all the time, on the first stage.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.analysis.views import Storage, is_view, storage_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,11 @@ class Tensor:
     by_rows: bool
     differentiable: bool
     floating: bool
+
+    @property
+    def storage(self) -> Storage:
+        """The tensor whose memory it uses."""
+        return storage_of(self.node) if is_view(self.node) else (self.node, self.result)
 
     def bytes_of_microbatch(self, num_microbatches: int) -> float:
         """Bytes of one microbatch of the global tensor."""
@@ -55,26 +61,26 @@ class Transfer:
     narrow: tuple[bool, bool] = (False, False)
 
 
-class Again(NamedTuple):
-    """A transfer into a block of a tensor that the block before it has too. transfer: its number. before: the number
-    of the transfer of the tensor into the block before, if there is one. is_made: whether that block makes it."""
+class Shared(NamedTuple):
+    """A transfer into a block of a tensor of an earlier one, which the block right before it reads too. transfer,
+    before: numbers of the transfers into the two blocks."""
 
     transfer: int
-    before: int | None
-    is_made: bool
+    before: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arrivals:
     """Relations of equal blocks to others.
 
-    transfers: numbers of the transfers into such a block. crossing: tensors that cross a cut before it. again: those
-    that the block before it has too.
+    transfers: numbers of the transfers into such a block. crossing: tensors that cross a cut before it. shared: those
+    of the transfers that the block right before it has as well. passed: those of what that block makes.
     """
 
     transfers: tuple[int, ...]
     crossing: tuple[Tensor, ...]
-    again: tuple[Again, ...]
+    shared: tuple[Shared, ...]
+    passed: tuple[int, ...]
 
 
 def arrivals_of(transfers: Sequence[Transfer], num_blocks: int) -> Mapping[int, Arrivals]:
@@ -94,17 +100,23 @@ def arrivals_of(transfers: Sequence[Transfer], num_blocks: int) -> Mapping[int, 
     for (_, _, start), (tensor, end) in reach.items():
         for block in range(start + 1, end + 1):
             over.setdefault(block, []).append(tensor)
-    twice: dict[int, list[Again]] = {}
+    shared: dict[int, list[Shared]] = {}
+    passed: dict[int, list[int]] = {}
     for (_, _, start), readings in readers.items():
         for block, number in readings.items():
-            if PRELUDE < start < block and (start == block - 1 or block - 1 in readings):
-                again = Again(number, readings.get(block - 1), start == block - 1)
-                twice.setdefault(block, []).append(again)
+            if PRELUDE < start == block - 1:
+                passed.setdefault(block, []).append(number)
+            elif PRELUDE < start < block and block - 1 in readings:
+                shared.setdefault(block, []).append(Shared(number, readings[block - 1]))
     made: dict[tuple[object, ...], Arrivals] = {}
     found = {}
     for block in (PRELUDE, *range(num_blocks)):
-        arriving = tuple(into.get(block, ())), tuple(over.get(block, ())), tuple(twice.get(block, ()))
-        alike = (arriving[0], tuple((tensor.node, tensor.result) for tensor in arriving[1]), arriving[2])
-        own = Arrivals(transfers=arriving[0], crossing=arriving[1], again=arriving[2])
-        found[block] = made.setdefault(alike, own)
+        own = Arrivals(
+            transfers=tuple(into.get(block, ())),
+            crossing=tuple(over.get(block, ())),
+            shared=tuple(shared.get(block, ())),
+            passed=tuple(passed.get(block, ())),
+        )
+        crossing = tuple((tensor.node, tensor.result) for tensor in own.crossing)
+        found[block] = made.setdefault((own.transfers, crossing, own.shared, own.passed), own)
     return found

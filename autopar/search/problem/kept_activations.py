@@ -13,6 +13,7 @@ from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.op_clusters import first_instances
+from autopar.ir.analysis.views import Storage
 from autopar.ir.plan import Precision
 
 
@@ -21,7 +22,8 @@ class KeptActivations:
     """Of the workload with this analysis; each part is found when it is first asked for.
 
     repeats: its ops, those of repeated blocks by the first. precision, ends_early: as of ``Workload``. memory: what the
-    stack keeps.
+    stack keeps. shared, passed: kinds of blocks with tensors that another block may keep for them
+    (``Workload.kept_elsewhere``).
     """
 
     analysis: Analysis
@@ -29,6 +31,8 @@ class KeptActivations:
     precision: Precision
     ends_early: bool
     memory: StackMemory
+    shared: frozenset[tuple[int, Storage]]
+    passed: frozenset[tuple[int, Storage]]
 
     @cached_property
     def blocks(self) -> tuple[BlockActivations, ...]:
@@ -49,10 +53,12 @@ class KeptActivations:
 
     @cached_property
     def surely(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """Tensors that ops surely save for backward, each storage of a block with the first op that saves it."""
+        """Tensors that ops surely save for backward, each storage of a block with the first op that saves it, without
+        those that another block may keep as well."""
         found: dict[fx.Node, list[Saved]] = {}
-        for activations in self.blocks:
-            seen = set()
+        elsewhere = self.shared | self.passed
+        for kind, activations in enumerate(self.blocks):
+            seen = {storage for own, storage in elsewhere if own == kind}
             losses = {loss.pair.loss for loss in activations.losses}
             extra = (tensor for tensor in activations.extra if tensor.node not in losses)
             for tensor in (*activations.saved, *extra):
@@ -60,6 +66,10 @@ class KeptActivations:
                     seen.add(tensor.storage)
                     found.setdefault(tensor.node, []).append(tensor)
         return {node: tuple(tensors) for node, tensors in found.items()}
+
+    def inputs(self, kind: int) -> list[Saved]:
+        """The inputs of a kind of block, without those that the block before may keep as well."""
+        return [tensor for tensor in self.blocks[kind].inputs if (kind, tensor.storage) not in self.shared]
 
     @cached_property
     def contracted(self) -> Mapping[fx.Node, tuple[Saved, ...]]:

@@ -26,6 +26,7 @@ from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.analysis.matrix_factors import find_expert_factors, find_stacks_of_experts
 from autopar.ir.analysis.narrow_activations import reads_narrow, takes_narrow_gradient
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
+from autopar.ir.analysis.views import Storage, storage_of
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Plan, Precision, Recipe
 from autopar.ir.precision import itemsize_of
@@ -336,6 +337,19 @@ class Workload:
     def _kept(self) -> dict[StackMemory, KeptActivations]:
         return {}
 
+    @cached_property
+    def kept_elsewhere(self) -> tuple[frozenset[tuple[int, Storage]], frozenset[tuple[int, Storage]]]:
+        """Kinds of blocks, with tensors that another block may keep for them: what the block before reads too, and
+        what the next block reads of what they make."""
+        shared, passed = set[tuple[int, Storage]](), set[tuple[int, Storage]]()
+        kinds = [block.kind for block in self.repetition.blocks]
+        for block, kind in enumerate(kinds):
+            arrivals = self.arrivals[block]
+            uses = (use for own in arrivals.shared for use in self.transfers[own.transfer].uses)
+            shared.update((kind, storage_of(tensor_operands(node)[position])) for node, position in uses)
+            passed.update((kinds[block - 1], self.transfers[number].tensor.storage) for number in arrivals.passed)
+        return frozenset(shared), frozenset(passed)
+
     def kept(self, memory: StackMemory) -> KeptActivations:
         """What is kept for backward with a software stack that keeps ``memory``."""
         if memory not in self._kept:
@@ -345,6 +359,8 @@ class Workload:
                 precision=self.precision,
                 ends_early=self.ends_early,
                 memory=memory,
+                shared=self.kept_elsewhere[0],
+                passed=self.kept_elsewhere[1],
             )
         return self._kept[memory]
 
