@@ -72,9 +72,9 @@ class BlockActivations:
     operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose operands
     are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are saved
     at each level. regions: that full rematerialisation computes in tiles where a rank has much of them. dispatched:
-    results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch. constants: what
-    autograd keeps of what depends on no parameter, such as masks and rotary tables, and is made once for all blocks. copied: the part of ``extra`` that
-    an op's own code makes again wherever it is recomputed.
+    results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch. constants:
+    what autograd keeps of what depends on no parameter, such as masks and rotary tables, and is made once for all
+    blocks. copied: the part of ``extra`` that an op's own code makes again wherever it is recomputed.
     """
 
     saved: tuple[Saved, ...]

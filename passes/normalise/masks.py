@@ -1,9 +1,9 @@
 """The meaning of an attention mask: a kind, and the part of it that depends on data.
 
-A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are compared with the kinds
-that ``composite.attention`` knows: by the interval of keys that each query sees where that is known (``row_intervals``),
-otherwise they are evaluated, in blocks of rows and on as little of the batch as decides them. What is left, a padding mask or a learned bias, stays an operand in its smallest
-broadcast shape.
+A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are compared with the
+kinds that ``composite.attention`` knows: by the interval of keys that each query sees where that is known
+(``row_intervals``); otherwise they are evaluated, in blocks of rows and on as little of the batch as decides them.
+What is left, a padding mask or a learned bias, stays an operand in its smallest broadcast shape.
 """
 
 from __future__ import annotations
