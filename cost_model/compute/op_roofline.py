@@ -260,7 +260,7 @@ class OpCost:
             documents = None if in_one_call(node, device, precision) else documents
         saved_tensors = [*read, *backward_extra]
         if not (contracted or backward_extra or in_steps):
-            saved = saved_for_backward(node, None if needs_grad is None else needs_grad.__contains__)
+            saved = saved_for_backward(node, None if needs_grad is None else needs_grad.__contains__, precision)
             saved_tensors = [read[position] for position in saved.operands if position in moved.read]
             saved_tensors += [written[number] for number in saved.results if number in moved.written]
             if saved.extra_bytes:

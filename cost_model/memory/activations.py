@@ -156,7 +156,7 @@ class BlockActivations:
             uses = [entry(node, tensor, position) for position, tensor in enumerate(operands)]
             counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
             results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
-            own = saved_for_backward(node, differentiable)
+            own = saved_for_backward(node, differentiable, precision)
             operand_positions, result_positions, extra_bytes = own.operands, own.results, own.extra_bytes
             if result_positions or extra_bytes:
                 unreached, ends_at = [], None

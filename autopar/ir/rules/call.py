@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import is_tensor
+from autopar.ir.precision import compute_dtype
 from autopar.ir.torch_private import OpOverload, overload_of, schema_of
 
 REQUIRED = inspect.Parameter.empty
@@ -80,17 +81,18 @@ class Call:
         return bound
 
 
-def call_of(node: fx.Node) -> Call:
-    """The signature of a ``call_function`` node, from the shapes and dtypes in ``meta["val"]``."""
-    encoder = _Encoder()
+def call_of(node: fx.Node, precision: str = "fp32") -> Call:
+    """The signature of a ``call_function`` node, from the shapes in ``meta["val"]`` and the dtypes of compute."""
+    encoder = _Encoder(precision)
     args = tuple(encoder.encode(a) for a in node.args)
     kwargs = tuple((name, encoder.encode(value)) for name, value in node.kwargs.items())
-    results = tuple(Result(tuple(t.shape), t.dtype) for t in _tensors(node.meta.get("val")))
+    results = tuple(Result(tuple(t.shape), compute_dtype(t.dtype, precision)) for t in _tensors(node.meta.get("val")))
     return Call(node.target, args, kwargs, results, encoder.opaque)
 
 
 @dataclass(slots=True)
 class _Encoder:
+    precision: str
     count: int = 0
     opaque: bool = False
 
@@ -100,7 +102,7 @@ class _Encoder:
                 self.opaque = True
                 return None
             val = value.meta["val"]
-            operand = Operand(self.count, tuple(val.shape), val.dtype)
+            operand = Operand(self.count, tuple(val.shape), compute_dtype(val.dtype, self.precision))
             self.count += 1
             return operand
         if isinstance(value, (list, tuple)):

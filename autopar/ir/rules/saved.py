@@ -27,7 +27,7 @@ from autopar.ir.rules.call import Call, Operand, call_of
 from autopar.ir.rules.factors import aten, numel
 
 # Statistics are kept in float32.
-_STATISTIC_BYTES = 4
+_STATISTIC_BYTES = _WIDE = 4
 
 
 class Saved(NamedTuple):
@@ -49,15 +49,18 @@ class Saved(NamedTuple):
     copied_bytes: float = 0.0
 
 
-def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
+def saved_for_backward(
+    node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None, precision: str = "fp32"
+) -> Saved:
     """The tensors that the backward of ``node`` needs.
 
     differentiable: whether a gradient flows through an operand or the op; without it through every floating point one.
+    precision: of compute, which what is float32 in the capture has.
     An op of which nothing is known keeps everything.
     """
     if differentiable is not None and not differentiable(node):
         return Saved()
-    call = call_of(node)
+    call = call_of(node, precision)
     operands = call.operands
     needs = {
         operand.position
@@ -272,7 +275,12 @@ def _recurrent(call: Call, needs: set[int]) -> Saved:
 def _scan(call: Call, needs: set[int]) -> Saved:
     """All operands, and of every step what its ops keep of what other ops of the step made."""
     inside = [tensor_results(node)[number] for node, number in _kept_inside(call.target.body.graph)]
-    extra = sum(t.numel() * t.dtype.itemsize for t in inside) * scans.work_of_body(call.target, scans.length_of(call))
+    # Of compute, as the operands have it.
+    narrow = min((o.dtype.itemsize for o in call.operands if has_gradient_dtype(o)), default=_WIDE)
+    sizes = (min(t.dtype.itemsize, narrow) if t.dtype == torch.float32 else t.dtype.itemsize for t in inside)
+    extra = sum(t.numel() * size for t, size in zip(inside, sizes, strict=True)) * scans.work_of_body(
+        call.target, scans.length_of(call)
+    )
     return Saved(tuple(o.position for o in call.operands), (), extra)
 
 

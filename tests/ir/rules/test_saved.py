@@ -195,3 +195,16 @@ def test_nothing_is_kept_without_a_gradient() -> None:
     assert saved_for_backward(node, lambda operand: False) == Saved()
     node, *_ = measured(aten.eq.Tensor, plain(r(4)), plain(r(4)))
     assert saved_for_backward(node) == Saved()
+
+
+def test_copies_are_in_the_precision_of_compute() -> None:
+    x, up, down = r(64, 6), r(3, 16, 6), r(3, 6, 8)
+    index, weight = torch.randint(0, 3, (64, 2)), r(64, 2)
+    node, *_ = measured(composite.moe, x, index, weight, up, down, activation="silu", gated=True)
+    assert saved_for_backward(node, precision="bf16").extra_bytes == saved_for_backward(node).extra_bytes / 2
+    q, k = r(2, 4, 24, 32), r(2, 2, 24, 32)
+    node, *_ = measured(composite.attention, q, k, k, kind="sliding", window=4, scale=0.2)
+    whole, narrow = saved_for_backward(node), saved_for_backward(node, precision="bf16")
+    assert narrow.copied_bytes == whole.copied_bytes / 2
+    # Normalisers stay in float32.
+    assert narrow.extra_bytes - narrow.copied_bytes == whole.extra_bytes - whole.copied_bytes
