@@ -79,6 +79,8 @@ def part_of(mask: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 class _BiasedAttention(torch.autograd.Function):
+    """Keeps its operands, its result and the normalisers, as the kernels of GPUs do."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float) -> Tensor:
         out, lse = flash_forward(q, k, v, mask, causal=causal, scale=scale)
@@ -89,8 +91,9 @@ class _BiasedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         if torch.is_grad_enabled():  # the normalisers are no function of q, k and the bias here
-            raise NotImplementedError(
-                "attention with a bias that needs a gradient has one derivative on a CPU, no more"
+            raise RuntimeError(
+                "attention with a bias that needs a gradient was differentiated twice; on a CPU it has one derivative."
+                "\n  try: the attention in plain products and a softmax"
             )
         q, k, v, mask, out, lse = ctx.saved_tensors
         dq, dk, dv, dmask = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v, mask))

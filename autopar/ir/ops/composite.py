@@ -79,7 +79,7 @@ def attention(
         assert window is not None, "a sliding window needs its size"
         if window >= keys:
             kind = "causal"
-        elif mask is None and queries == keys and queries > 2 * window:
+        elif goes_in_pieces(kind, window, queries, keys, masked=mask is not None):
             return _sliding_attention(q, k, v, None, window=window, scale=scale, dropout_p=dropout_p)
     if mask is None and kind in ("full", "causal"):
         return F.scaled_dot_product_attention(
@@ -89,6 +89,12 @@ def attention(
     if kind in ("causal", "sliding") and not causal:
         mask = both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
     return masked_attention(q, k, v, mask, causal=causal, scale=scale, dropout_p=dropout_p)
+
+
+def goes_in_pieces(kind: AttentionKind, window: int | None, queries: int, keys: int, *, masked: bool) -> bool:
+    """Whether an attention runs window by window, each piece of queries against the keys that it sees. masked: it has a
+    mask beside its kind."""
+    return kind == "sliding" and window is not None and not masked and queries == keys and queries > 2 * window
 
 
 @never_compiled
@@ -381,7 +387,7 @@ def _attention_with_sinks(
         # A query ahead of the others sees the sink alone, so that query s sees it and the keys up to s.
         q, k, v, _ = with_sinks(F.pad(q, (0, 0, 1, 0)), k, v, sinks, None, scale)
         return attention(q, k, v, kind="causal", scale=scale, dropout_p=dropout_p)[:, :, 1:]
-    if kind == "sliding" and mask is None and queries == keys and queries > 2 * (window or keys):
+    if goes_in_pieces(kind, window, queries, keys, masked=mask is not None):
         assert window is not None
         return _sliding_attention(q, k, v, sinks, window=window, scale=scale, dropout_p=dropout_p)
     if kind in ("causal", "sliding"):

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.gates import GATE, VALUE, gate_function
 from autopar.ir.graph import has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.ops.composite import goes_in_pieces
 from autopar.ir.ops.expert_ffn import ACTIVATIONS
 from autopar.ir.rules import loss, recurrent
 from autopar.ir.rules import scan as scans
@@ -176,7 +177,8 @@ def _attention(call: Call, needs: set[int]) -> Saved:
     bound = call.bound()
     q, k, v, mask, sinks = (bound[name] for name in ("q", "k", "v", "mask", "sinks"))
     slides = bound["kind"] == "sliding" and bound["window"] < k.shape[2]
-    in_pieces = slides and mask is None and q.shape[2] == k.shape[2] > 2 * bound["window"]
+    lengths = q.shape[2], k.shape[2]
+    in_pieces = goes_in_pieces(bound["kind"], bound["window"], *lengths, masked=mask is not None)
     masked = mask is not None or slides
     times = q.shape[1] / k.shape[1] if masked else 1.0
     kept, copied = {o.position for o in call.operands}, 0.0
