@@ -194,18 +194,30 @@ def _mixed_plans(
         plans = _different(searched)
         if len(searched) == 1 or any(own.plan is None for own in searched.values()):
             continue
-        for worker, lengths in workers:
-            worker.ask("times_s", list(plans.values()), lengths)
-        by_worker = [times for (times,) in _answers(workers)]
         best: MixedPlan | None = None
-        for number, (length, plan) in enumerate(plans.items()):
-            times = [seconds for own in by_worker for seconds in own[number]]
-            mean = sum(share * seconds for share, seconds in zip(shares, times, strict=True)) / sum(shares)
+        for (length, plan), at in zip(plans.items(), _times_s(workers, list(plans.values())), strict=True):
+            mean = sum(share * seconds for share, seconds in zip(shares, at.values(), strict=True)) / sum(shares)
             if mean < (inf if best is None else best.step_time_s):
-                batch, at = searched[length].batch, dict(zip(searched, times, strict=True))
+                batch = searched[length].batch
                 best = MixedPlan(batch=batch, length=length, plan=plan, step_time_s=mean, at=at)
         if best is not None:
             yield best
+
+
+def _times_s(workers: Workers, plans: Sequence[Plan]) -> Iterator[dict[int | None, float]]:
+    """Seconds of a step of each plan at each length; infinite at all of them where it does not fit the longest."""
+    lengths = [length for _, own in workers for length in own]
+    last, _ = workers[-1]
+    last.ask("times_s", plans, lengths[-1:])
+    (longest,) = last.answers()
+    # Most plans of short steps do not fit a long one, and need no time at the others.
+    fitting = [plan for plan, (seconds,) in zip(plans, longest, strict=True) if seconds < inf]
+    for worker, own in workers:
+        worker.ask("times_s", fitting, own)
+    by_worker = [times for (times,) in _answers(workers)]
+    found = iter([[seconds for times in of_plan for seconds in times] for of_plan in zip(*by_worker, strict=True)])
+    for (seconds,) in longest:
+        yield dict(zip(lengths, next(found) if seconds < inf else [inf] * len(lengths), strict=True))
 
 
 def _different(searched: Mapping[int | None, SizedPlan]) -> dict[int | None, Plan]:
