@@ -25,8 +25,8 @@ from autopar.ir.sizes import Ratio, Size
 from autopar.ir.torch_private import own_buffers, own_modules, own_parameters, pytree
 from autopar.runtime.compiled import compile_block
 from autopar.runtime.host_activations import HostMemory
+from autopar.runtime.recomputation import Waiting
 from autopar.runtime.rematerialised import mark, rematerialised
-from autopar.runtime.split_activations import Waiting
 from autopar.runtime.split_compiled import compile_split_block
 from autopar.runtime.tiled import Tiled, TiledCalls, tiles_of
 

@@ -35,7 +35,8 @@ from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all
 from autopar.ir.rematerialisation import Remat
 from autopar.ir.torch_private import OpOverload
 from autopar.runtime.kept_results import Mark, Runs, is_costly, marked, named
-from autopar.runtime.split_activations import Waiting, held, recomputed
+from autopar.runtime.recomputation import Waiting, recomputed
+from autopar.runtime.split_activations import held
 
 # Key of a note in a compiler's graph.
 _NOTE = "autopar"
@@ -59,17 +60,13 @@ def rematerialised(
     """
     if remat == "none":
         return held(call) if splits_backward else call
-    contexts: Callable[..., Any] | None = None
-    if compiled:
-        # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
-        contexts = partial(create_selective_checkpoint_contexts, _POLICIES[remat]) if remat in _POLICIES else None
-    elif remat != "full" or keeps_work:
-        contexts = Runs().contexts
-    if splits_backward or waiting is not None:
+    if not compiled:
+        contexts = Runs().contexts if remat != "full" or keeps_work else None
         return recomputed(call, preserve_rng_state=preserve_rng_state, contexts=contexts, waiting=waiting)
+    # The compiler knows torch's checkpoint alone; it finds out itself what nobody reads.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if contexts is not None:
-        options["context_fn"] = contexts
+    if remat in _POLICIES:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _POLICIES[remat])
 
     def run(*args: Tensor) -> Any:
         return checkpoint(call, *args, **options) if torch.is_grad_enabled() else call(*args)

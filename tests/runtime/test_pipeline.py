@@ -13,10 +13,10 @@ import torch
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import Schedule
-from autopar.runtime import split_activations
+from autopar.runtime import recomputation, split_activations
 from autopar.runtime.engine import Engine
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.split_activations import _Saved
+from autopar.runtime.split_activations import Saved
 from tests.harness import run_ranks
 from tests.runtime.handmade import batch, captured_tied, data_parallel_programs, model, plan_for
 
@@ -76,7 +76,7 @@ def _measured(schedule: Schedule) -> tuple[list[str], dict[int, int]]:
                 note(box)
                 return box
 
-            class Noted(_Saved):
+            class Noted(Saved):
                 """Of a schedule that splits the backward."""
 
                 def __init__(self, *args: Any) -> None:
@@ -85,7 +85,8 @@ def _measured(schedule: Schedule) -> tuple[list[str], dict[int, int]]:
 
             ran.append(f"{number}F{microbatch}")
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.value)
-            with hooks, mock.patch.object(split_activations, "_Saved", Noted):
+            patched = [mock.patch.object(module, "Saved", Noted) for module in (recomputation, split_activations)]
+            with hooks, patched[0], patched[1]:
                 return forward(microbatch, *args, **kwargs)
 
         def run_backward(microbatch: int, loss: Any = None, full_backward: bool = True, **rest: Any) -> None:

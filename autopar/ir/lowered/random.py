@@ -2,8 +2,8 @@
 
 Every op draws one number from the CPU generator and derives from it, and from the place of its shard, the seed
 of the numbers that it needs. The CPU generator has to be in one state on all ranks: ``shared_randomness`` puts
-it there, and its state is the base seed and the count of calls. ``torch.utils.checkpoint`` keeps that state for
-its second forward, so recomputation draws the same numbers.
+it there, and its state is the base seed and the count of calls. A block that is recomputed begins in the state that its
+forward began in, so that it draws the same numbers.
 """
 
 from __future__ import annotations
