@@ -100,6 +100,12 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4 zb-2p remat": (4, {"pp": 4, "schedule": "zb-2p", "num_microbatches": 4, "remat": "alternate"}),
     "tp2 pp2 zb-v remat": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4, "remat": "selective"}),
     "pp2 dualpipe-v remat": (2, {"pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4, "remat": "full"}),
+    "tp2 pp2 dualpipe-v remat": (
+        4,
+        {"tp": 2, "pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4, "remat": "selective"},
+    ),
+    "cp2 pp2 dualpipe-v": (4, {"cp": 2, "pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
+    "ep2 pp2 dualpipe-v": (4, {"ep": 2, "pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "cp2 pp2": (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),

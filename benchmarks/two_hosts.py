@@ -129,13 +129,17 @@ def on_own_share(rank: int) -> Iterator[None]:
         (CGROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def run_ranks(script: str, job: Path) -> Any:
-    """Start ``script --worker JOB`` on every rank, and return what rank 0 wrote beside ``job``."""
+def run_ranks(script: str, job: Path, *, in_turns: bool = False) -> Any:
+    """Start ``script --worker JOB`` on every rank, and return what rank 0 wrote beside ``job``.
+
+    in_turns: hosts have ranks 0 and 2, and 1 and 3, so that the stages of a pipeline are on one host, and the axes
+    inside a stage go over both.
+    """
     processes = []
     for rank in range(RANKS):
-        host = rank // PER_HOST
+        host, place = (rank % HOSTS, rank // HOSTS) if in_turns else divmod(rank, PER_HOST)
         env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % PER_HOST),
+            "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(place),
             "LOCAL_WORLD_SIZE": str(PER_HOST), "MASTER_ADDR": "10.88.0.1", "MASTER_PORT": "29555",
             "GLOO_SOCKET_IFNAME": f"apv{host}", "OMP_NUM_THREADS": "1", **ALLOCATOR,
         }  # fmt: skip

@@ -82,8 +82,7 @@ class Engine:
         make_meshes(programs, self.mesh)
         own = tuple(programs[stage] for stage in self.mesh.stages)
         self.program = program = own[-1]
-        self._programs = tuple(programs)
-        self.signature = Signature.of(captured, plan, model)
+        self._programs, self.signature = tuple(programs), Signature.of(captured, plan, model)
         self.state_order = tuple(model.state_dict(keep_vars=True))
         self.stages = {name: p.stage for p in reversed(programs) for name in (*p.held, *p.buffers)}
         self.layouts = {name: layout for part in own for name, layout in part.held.items()}
@@ -123,12 +122,13 @@ class Engine:
         self.accord = Accord((_CALL, _OPTIMIZER, *subjects), free=self._sizes.free)
         self.frozen = FrozenParameters(self._parameters_here, self.layouts)
         self._settings = OptimizerSettings(self._parameters_here)
-        self.variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
+        given = captured, plan, self.mesh, self.local, self.device, self.randomness, more
+        self.variants = Variants(*given, compiled=compile_blocks)
         self.variants.add("loss" if captured.has_loss else "model", True, captured, programs)
         self.background, self._first_of_backward = Background(), FirstOfBackward()
         self.scaler: LossScaler | None = None
         self.losses: list[torch.Tensor] = []
-        """This rank's partial sums of the last step's loss, one for each microbatch; none before the last stage."""
+        """This rank's partial sums of the last loss, one for each microbatch; none before the last stage."""
         # Made now, by all ranks together.
         self.pipeline = self.variants.steps(self.variants.get("loss", True)) if program.num_stages > 1 else None
 

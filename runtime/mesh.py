@@ -22,11 +22,11 @@ PIPELINE_AXIS = "pp"
 
 _Made = dict[
     tuple[str, tuple[int, ...], tuple[str, ...]],
-    tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None], dict[str, str]],
+    tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None], dict[str, str], dict[str, str]],
 ]
 # What was made on the default group: device meshes by device type, sizes and names, with the groups over some of their
-# stages by the ranks of the pipeline, and the names of those that ops use. A mesh holds the group that it was made on,
-# so what was made on earlier ones is dropped when there is another.
+# stages by the ranks of the pipeline, the names of those that ops use, and of others of the same ranks. A mesh holds
+# the group that it was made on, so what was made on earlier ones is dropped when there is another.
 _MADE: dict[dist.ProcessGroup, _Made] = {}
 
 
@@ -62,6 +62,7 @@ class JobMesh:
     coordinates: tuple[int, ...]
     _over_stages: dict[tuple[int, ...], dist.ProcessGroup | None]
     _group_names: dict[str, str]
+    _other_groups: dict[str, str]
 
     @classmethod
     def build(cls, plan: Plan, device_type: str) -> JobMesh:
@@ -75,19 +76,32 @@ class JobMesh:
             del _MADE[gone]
         made = _MADE.setdefault(world, {})
         if (device_type, sizes, names) not in made:
-            made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}, {}
-        device_mesh, over_stages, group_names = made[device_type, sizes, names]
+            made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}, {}, {}
+        device_mesh, over_stages, group_names, others = made[device_type, sizes, names]
         group_names.update((name, device_mesh.get_group(name).group_name) for name in stage_mesh.names)
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "every rank is in the mesh"
-        return cls(
-            device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages, group_names
-        )
+        place = coordinates[0], tuple(coordinates[1:])
+        return cls(device_mesh, stage_mesh, plan.pipelining, *place, over_stages, group_names, others)
 
     def group_names(self) -> Mapping[str, str]:
         """Mesh axis of a stage, or several as ``joint_groups`` names them -> name of this rank's process group along
         them, as collectives in graphs want it. Of several, those that ``make_groups`` has made."""
         return self._group_names
+
+    def other_groups(self) -> Mapping[str, str]:
+        """Name of each group of ``group_names`` -> name of another one of the same ranks. Those that are not there yet
+        are made; all ranks call together."""
+        for axes in sorted(self._group_names.keys() - self._other_groups.keys()):
+            over = [1 + self.stage_mesh.index(axis) for axis in axes_of_group(axes)]
+            ranks = self.device_mesh.mesh
+            rest = [dim for dim in range(ranks.ndim) if dim not in over]
+            size = prod(ranks.shape[dim] for dim in over)
+            for members in ranks.permute(*rest, *over).reshape(-1, size).tolist():
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    self._other_groups[axes] = group.group_name
+        return {name: self._other_groups[axes] for axes, name in self._group_names.items()}
 
     def submesh(self, axes: Sequence[int]) -> DeviceMesh | None:
         """The mesh over some axes of this rank's stage; axes of size 1 are left out. None if none is left."""

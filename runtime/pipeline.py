@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.ir.pairs import paired
 from autopar.ir.program import TensorSpec
 from autopar.ir.schedule import Action as OurAction
 from autopar.ir.schedule import Pipelining
@@ -24,7 +26,8 @@ from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.split_backward import WeightPass, backward_to_inputs
 from autopar.runtime.torch_private import is_view
-from autopar.runtime.torch_private_pipelining import Action, Kind, Schedule, Stage, with_communication
+from autopar.runtime.torch_private_pipelining import Action, Kind, Schedule, Stage, pair, with_communication
+from autopar.runtime.two_queues import Beside
 
 # Keeps the step inputs, which have the model's names, apart from the keywords of the schedule.
 _PREFIX = "input_"
@@ -184,7 +187,9 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         randomness: Randomness,
+        beside: Beside | None = None,
     ) -> None:
+        """beside: what runs the backward of a pair beside its forward, where pairs run at once."""
         passes_of_host = HostPasses(stages[0].module.host, shape.orders()[shape.rank_of(stages[0].program.stage)])
         self.stages = [_Stage(stage, device, group, randomness, passes_of_host) for stage in stages]
         count = shape.num_microbatches
@@ -192,7 +197,11 @@ class Pipeline:
             list(self.stages), count, loss_fn=_given_loss, scale_grads=False
         )
         passes: dict[int, Any] = {
-            rank: [Action.from_str(str(action)) for action in order] for rank, order in enumerate(shape.orders())
+            rank: [
+                pair(*map(_action, own)) if len(own) > 1 else _action(*own)
+                for own in (paired(order) if beside is not None else ((action,) for action in order))
+            ]
+            for rank, order in enumerate(shape.orders())
         }
         self._schedule.follow(with_communication(passes, shape.rank_of, shape.num_stages))
         # Parameters are gathered block by block in forward and backward, not stage by stage between actions.
@@ -206,6 +215,13 @@ class Pipeline:
         def send_backward(action: Any, _: Any) -> None:
             by_index[action.stage_index].send_backward(action.microbatch_index)
 
+        def run_pair(action: Any, context: Any) -> None:
+            assert beside is not None
+            forward, backward = action.sub_actions
+            with beside(partial(self._schedule.run_backward, backward, context)):
+                self._schedule.run_forward(forward, context)
+
+        self._schedule.run_by(Kind.OVERLAP_F_B, run_pair)
         self._schedule.run_by(Kind.SEND_F, send_forward)
         self._schedule.run_by(Kind.SEND_B, send_backward)
         # The schedule wants a target to split, though the loss has it already.
@@ -224,6 +240,10 @@ class Pipeline:
         for stage in self.stages:
             stage.finish_sending()
         return losses
+
+
+def _action(action: OurAction) -> Any:
+    return Action.from_str(str(action))
 
 
 def _start(sends: list[dist.P2POp]) -> list[dist.Work]:

@@ -263,3 +263,8 @@ def shard_placements(wanted: Collection[tuple[DeviceMesh, int]]) -> dict[tuple[D
         for mesh, _ in wanted
     }
     return {(mesh, dim): ShardPlacementResult(placement=Shard(dim), mesh_info=described[mesh]) for mesh, dim in wanted}
+
+
+def is_watched() -> bool:
+    """Whether a ``TorchDispatchMode`` sees the ops of this thread."""
+    return bool(cast(Any, torch._C)._len_torch_dispatch_stack())

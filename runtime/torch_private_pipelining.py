@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     _add_send_recv,
     _ComputationType,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
 )
 
 Action = _Action
@@ -26,6 +27,11 @@ Action = _Action
 
 Kind = _ComputationType
 """What an action is: FORWARD, SEND_F, RECV_F and so on."""
+
+
+def pair(forward: Action, backward: Action) -> Action:
+    """One action of both, which begins when the inputs of both are there, and after which both send."""
+    return Action(-1, Kind.OVERLAP_F_B, None, (forward, backward))
 
 
 def with_communication(
@@ -122,6 +128,30 @@ class Schedule(_PipelineScheduleRuntime):
     def run_by(self, kind: Kind, function: Callable[[Action, Any], None]) -> None:
         """Have ``function`` run actions of ``kind``."""
         self._comp_type_to_function_map[kind] = function
+
+    def run_forward(self, action: Any, context: Any) -> None:
+        """Run the forward of a pair, as the base class runs a forward. context: of the function that runs the pair."""
+        number, microbatch = action.stage_index, action.microbatch_index
+        stages: dict[int, Any] = {stage.stage_index: stage for stage in self._stages}
+        _wait_batch_p2p(self.fwd_recv_ops.pop((number, microbatch), []))
+        inputs = context.kwarg_mbs[microbatch]
+        output = stages[number].forward_one_chunk(microbatch, (), inputs, save_forward_output=False)
+        if stages[number].is_last:
+            cast(Any, self)._internal_losses.append(cast(Any, self)._loss_fn(output, context.target_mbs[microbatch]))
+        if number + 1 in stages:
+            stages[number + 1].set_local_fwd_input(output, microbatch)
+
+    def run_backward(self, action: Any, context: Any) -> None:
+        """Run the backward of a pair, likewise."""
+        number, microbatch = action.stage_index, action.microbatch_index
+        stages: dict[int, Any] = {stage.stage_index: stage for stage in self._stages}
+        _wait_batch_p2p(self.bwd_recv_ops.pop((number, microbatch), []))
+        self.backward_counter[number] += 1
+        last = self.backward_counter[number] == self._n_microbatches
+        loss = cast(Any, self)._maybe_get_loss(stages[number], microbatch)
+        stages[number].backward_one_chunk(microbatch, loss, True, last)
+        if number - 1 in stages:
+            stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(microbatch), microbatch)
 
     @contextmanager
     def given(self, microbatches: Sequence[dict[str, torch.Tensor]]) -> Iterator[None]:

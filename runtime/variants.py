@@ -17,7 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from autopar.ir.capture.symbols import BATCH
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
+from autopar.ir.lowered.random import is_random
+from autopar.ir.pairs import may_run_at_once
 from autopar.ir.plan import Plan
+from autopar.ir.primitives.collectives import groups_of
 from autopar.ir.program import StageProgram, update_stages
 from autopar.ir.program_sizes import FIXED, SizeValues
 from autopar.runtime.accord import Accord
@@ -31,6 +34,7 @@ from autopar.runtime.narrow_gathers import read_otherwise
 from autopar.runtime.outputs import Outputs
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
+from autopar.runtime.two_queues import Beside
 from autopar.runtime.zero import ZeroEngine
 
 if TYPE_CHECKING:
@@ -64,7 +68,8 @@ class Variant:
     is read in another dtype. totals: what runs on every microbatch before the first, as module, variant and names of
     the results. updates: buffers, with the stages that hold them, that which computes the new value first. outputs: of
     a plain forward. elsewhere: blocks whose parameters ZeRO shards and other blocks read. forwards: what runs it
-    through a pipeline; steps: and its backward.
+    through a pipeline; steps: and its backward. two_queues: whether some stage has
+    something to hide that waits for other ranks, and none draws random numbers, whose generator all threads share.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Variant:
     updates: dict[str, tuple[int, ...]]
     outputs: Outputs | None
     elsewhere: tuple[tuple[ZeroEngine, tuple[FSDPModule, ...]], ...]
+    two_queues: bool
     forwards: ForwardPipeline | None = None
     steps: Pipeline | None = None
 
@@ -102,10 +108,14 @@ class Variants:
         device: torch.device,
         randomness: Randomness,
         programs: Programs | None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """captured: that of training. programs: makes those of variants that are not there yet."""
+        """captured: that of training. programs: makes those of variants that are not there yet. compiled: whether
+        blocks are."""
         self._captured, self._plan, self._mesh, self._local = captured, plan, mesh, tuple(local)
         self._device, self._random, self._programs = device, randomness, programs
+        self._two_queues = device.type == "cpu" and not compiled
         self._made: dict[tuple[_Mode, Sizes], Variant] = {}
         self._flexible: dict[_Mode, list[Variant]] = {}
         self._holders: Sequence[StageProgram] = ()
@@ -214,6 +224,7 @@ class Variants:
                 alone = replace(program, blocks=(block,), received=(), buffer_updates={}, loss=None)
                 stage.module.add_variant(f"{name} total {number}", alone, block.outputs, self._device)
                 totals.append((stage.module, f"{name} total {number}", block.outputs))
+        nodes = [node for program in programs for block in program.blocks for node in block.graph.nodes]
         managed = {name for stage in self._local if stage.zero is not None for name in stage.zero.managed}
         mode = results, training, absent
         variant = self._made[mode, sizes] = Variant(
@@ -231,6 +242,7 @@ class Variants:
                 for stage in self._local
                 if stage.zero is not None and (modules := _elsewhere(stage, stage.zero.managed, programs))
             ),
+            two_queues=any(map(groups_of, nodes)) and not any(map(is_random, nodes)),
         )
         if programs[0].sizes is not None:
             self._flexible.setdefault(mode, []).append(variant)
@@ -262,8 +274,17 @@ class Variants:
                 group=self._mesh.pipeline_group(),
                 device=self._device,
                 randomness=self._random,
+                beside=self._beside(variant),
             )
         return variant.steps
+
+    def _beside(self, variant: Variant) -> Beside | None:
+        """What runs a backward beside a forward, if pairs run at once. All ranks call together at the first time."""
+        zero = max(map(self._plan.zero_of, range(len(self._plan.blocks))))
+        at_once = variant.two_queues and may_run_at_once(
+            self._plan.pipelining, able=self._two_queues, zero=zero, on_host=self._plan.uses_host
+        )
+        return Beside(self._mesh.other_groups()) if at_once else None
 
     def microbatches(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The step inputs of each microbatch: of rows that do not divide, the first ones have one more."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ir.errors import InvalidPlan
+from autopar.ir.pairs import paired
 from autopar.ir.schedule import Action, Kind, Order, Pipelining, splits_backward
 
 # Of a microbatch, or of each.
@@ -55,6 +56,7 @@ def simulate(
     *,
     p2p_forward_s: Sequence[float] | float = 0.0,
     p2p_backward_s: Sequence[float] | float | None = None,
+    hidden_s: Callable[[Action, Action], float] | None = None,
 ) -> Timeline:
     """Run a schedule on stages with these seconds a microbatch, the same of all or of each.
 
@@ -62,7 +64,8 @@ def simulate(
     splits it (half each if not given). p2p_forward_s[i]: to send a microbatch from stage i to i + 1;
     p2p_backward_s[i]: its gradient back (as forward if not given). Stages of one rank send nothing to each other.
     Sends overlap with the sender's next action; what a rank sends, to whichever other, goes one after the other, and
-    the receiver waits for it. Raises InvalidPlan if there is no such schedule.
+    the receiver waits for it. hidden_s: of a forward and a backward that run at once (``autopar.ir.pairs``),
+    seconds that they hide of each other. Raises InvalidPlan if there is no such schedule.
     """
     assert len(forward_s) == len(backward_s) == shape.num_stages, "seconds of every stage"
     count = shape.num_microbatches
@@ -73,7 +76,7 @@ def simulate(
     sends = _per_link(p2p_forward_s, shape)
     returns = sends if p2p_backward_s is None else _per_link(p2p_backward_s, shape)
     ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
-    events = run_actions(shape.orders(), ranks, lambda kind: seconds[kind], sends, returns)
+    events = run_actions(shape.orders(), ranks, lambda kind: seconds[kind], sends, returns, hidden_s)
     return Timeline(
         events=events,
         step_time_s=max((rank[-1].end_s for rank in events if rank), default=0.0),
@@ -97,11 +100,13 @@ def run_actions(
     seconds: Callable[[Kind], Sequence[Sequence[float]]],
     p2p_forward_s: Sequence[float],
     p2p_backward_s: Sequence[float],
+    hidden_s: Callable[[Action, Action], float] | None = None,
 ) -> tuple[tuple[Event, ...], ...]:
     """Execute each rank's actions in its order, each as soon as its inputs have arrived.
 
-    ranks: of each stage. seconds: kind -> of each microbatch in each stage. O(actions). Raises InvalidPlan, showing
-    where every rank stands, if the orders deadlock.
+    ranks: of each stage. seconds: kind -> of each microbatch in each stage. hidden_s: of a forward and a backward that
+    run at once, if pairs do, seconds that they hide of each other; their events share what is left. O(actions). Raises
+    InvalidPlan, showing where every rank stands, if the orders deadlock.
     """
     # A loop and no longest path: searches run thousands of schedules, and 4,096 actions take it 12 ms, a graph 57 ms.
     events: list[list[Event]] = [[] for _ in orders]
@@ -129,6 +134,8 @@ def run_actions(
                 arrival = idle[sender] = max(end_s, idle[sender]) + taken
             sent[backward, stage, microbatch] = arrival
 
+    pairs = [{} if hidden_s is None else dict(own for own in paired(order) if len(own) == 2) for order in orders]
+
     while awake:
         rank = awake.pop()
         order, ran, now = orders[rank], events[rank], free[rank]
@@ -136,6 +143,26 @@ def run_actions(
             action = order[len(ran)]
             stage, kind, microbatch = action
             ready = now
+            back = pairs[rank].get(action)
+            if back is not None:
+                assert hidden_s is not None
+                needed = [(False, stage - 1, microbatch)] if stage else []
+                needed += [(True, back.stage + 1, back.microbatch)] if back.stage != last else []
+                missing = next((key for key in needed if key not in sent), None)
+                if missing is not None:
+                    sleeping[missing] = rank
+                    break
+                start = max([now, *(sent[key] for key in needed)])
+                alone_s = forward_s[stage][microbatch], backward_s[back.stage][back.microbatch]
+                now = start + sum(alone_s) - hidden_s(action, back)
+                between = start + (now - start) * alone_s[0] / (sum(alone_s) or 1.0)
+                ran += [Event(action, start, between), Event(back, between, now)]
+                outputs[stage, microbatch] = gradients[back.stage, back.microbatch] = now
+                send(False, stage, microbatch, now)
+                send(True, back.stage, back.microbatch, now)
+                made = (False, stage, microbatch), (True, back.stage, back.microbatch)
+                awake += [sleeping.pop(key) for key in made if key in sleeping]
+                continue
             if kind == "F":
                 if stage:
                     arrived = sent.get((False, stage - 1, microbatch))

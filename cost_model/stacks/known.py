@@ -77,6 +77,7 @@ AUTOPAR = Stack(
     any_order=True,
     keeps_any=True,
     keeps_on_host=True,
+    two_queues="cpu",
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
     "else FlashAttention-2",
 )
@@ -88,6 +89,7 @@ COMPILED = replace(
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_COMPILED_BIASES,
     keeps_on_host=False,
+    two_queues="none",
     schedules=tuple(name for name in AUTOPAR.schedules if not splits_backward(name)),
     any_order=False,
     why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms, but not of casts, as "

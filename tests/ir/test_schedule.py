@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from autopar.ir.errors import InvalidPlan
+from autopar.ir.pairs import paired
 from autopar.ir.schedule import SCHEDULES, Action, Kind, Pipelining, Schedule
 
 
@@ -112,6 +113,9 @@ def test_multi_stage_orders_equal_torch(name: Schedule) -> None:
         for rank, order in made.pipeline_order.items():
             flat = [str(a) for action in order if action is not None for a in action.sub_actions or (action,)]
             assert " ".join(flat) == text(shape, rank)
+            at_once = {tuple(map(str, action.sub_actions)) for action in order if action and action.sub_actions}
+            pairs = {tuple(map(str, own)) for own in paired(shape.orders()[rank]) if len(own) == 2}
+            assert at_once <= pairs or name != "dualpipe-v"
         assert made.stage_index_to_group_rank == {s: shape.rank_of(s) for s in range(shape.num_stages)}
         compared += 1
     assert compared >= 13

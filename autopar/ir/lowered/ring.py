@@ -39,7 +39,7 @@ from autopar.ir.ops.biased_attention import part_of
 from autopar.ir.packed_order import PackedRows
 from autopar.ir.primitives.collectives import all_gather, apply, communicates_backward
 from autopar.ir.primitives.computed_once import computed_once
-from autopar.ir.primitives.group_communication import group_rank, group_size
+from autopar.ir.primitives.group_communication import group_at_hand, group_rank, group_size
 from autopar.ir.primitives.values import has_values
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner, spans
@@ -193,7 +193,7 @@ def _exchange(buffer: Tensor, group: str, distance: int, numel: int) -> Wait:
     """
     received = buffer.new_empty(numel)
     size, rank = group_size(group), group_rank(group)
-    transport = process_group(group)
+    transport = process_group(group_at_hand(group))
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, buffer, group=transport, group_peer=(rank + distance) % size),

@@ -38,6 +38,7 @@ __all__ = [
     "bind_groups",
     "communicates_backward",
     "divide",
+    "groups_of",
     "identity",
     "reduce_scatter",
     "split",
@@ -221,11 +222,17 @@ def bind_groups(graph: fx.Graph, names: Mapping[str, str]) -> None:
     Raises KeyError for one left out.
     """
     for node in graph.nodes:
-        changed: dict[str, Any] = {}
-        for key, value in node.kwargs.items():
-            if key == "group" and isinstance(value, str):
-                changed[key] = names[value]
-            elif key.endswith("groups") and isinstance(value, (tuple, list)):  # a number of a convolution is not ours
-                changed[key] = tuple(names[name] for name in value)
-        if changed:
-            node.kwargs = {**node.kwargs, **changed}
+        bound = {key: tuple(names[name] for name in axes) for key, axes in groups_of(node).items()}
+        if bound:
+            node.kwargs = {**node.kwargs, **bound, **({"group": bound["group"][0]} if "group" in bound else {})}
+
+
+def groups_of(node: fx.Node) -> dict[str, tuple[str, ...]]:
+    """The keywords of a call that name groups, with the names."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key, value in node.kwargs.items():
+        if key == "group" and isinstance(value, str):
+            found[key] = (value,)
+        elif key.endswith("groups") and isinstance(value, (tuple, list)):  # a number of a convolution is not ours
+            found[key] = tuple(map(str, value))
+    return found

@@ -63,6 +63,27 @@ def _find_unbound(group: str) -> _Unbound | None:
     return None if known is None else known.get(group)
 
 
+_other: ContextVar[Mapping[str, str] | None] = ContextVar("autopar other groups of the same ranks", default=None)
+
+
+@contextmanager
+def over_other_groups(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it what this thread sends goes over other groups of the same ranks. names: group -> the other one."""
+    token = _other.set(names)
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
+def group_at_hand(group: str) -> str:
+    """The group that this thread sends over in place of ``group``."""
+    if torch.compiler.is_compiling():
+        return group
+    names = _other.get()
+    return group if names is None else names[group]
+
+
 def group_size(group: str) -> int:
     """Number of ranks in ``group``."""
     unbound = _find_unbound(group)
@@ -82,12 +103,12 @@ def _rank_in(group: str) -> int:
 
 def group_all_reduce(x: Tensor, group: str, op: ReduceOp = "sum") -> Tensor:
     """All-reduce: the element-wise sum (or ``op``) of the ranks' tensors, of the shape of ``x``."""
-    return cast(Tensor, _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group)))
+    return cast(Tensor, _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group_at_hand(group))))
 
 
 def group_all_gather_stacked(x: Tensor, group: str) -> Tensor:
     """All-gather: (N, *x.shape), the ranks' tensors in rank order."""
-    flat, size = x.contiguous().view(-1), group_size(group)
+    flat, size, group = x.contiguous().view(-1), group_size(group), group_at_hand(group)
     if x.device.type == "cpu":
         gathered = torch.ops.autopar.all_gather_as_all_to_all(flat, size, group)
     else:
@@ -116,7 +137,7 @@ def own_piece(x: Tensor, dim: int, group: str) -> Tensor:
 def group_reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     """Reduce-scatter: this rank's piece along ``dim`` of the sum of the ranks' tensors."""
     size = group_size(group)
-    pieces = _pieces(x, dim, size).contiguous()
+    pieces, group = _pieces(x, dim, size).contiguous(), group_at_hand(group)
     if x.device.type == "cpu":
         return cast(Tensor, torch.ops.autopar.reduce_scatter_as_all_to_all(pieces, group))
     return cast(
@@ -128,14 +149,14 @@ def group_reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
 def group_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
     """All-to-all: pieces of ``x`` along ``shard_dim`` for each rank; those received are concatenated along
     ``gather_dim``."""
-    received = _all_to_all(_pieces(x, shard_dim, group_size(group)).contiguous(), group)
+    received = _all_to_all(_pieces(x, shard_dim, group_size(group)).contiguous(), group_at_hand(group))
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
 def group_all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """All-to-all of rows, in rank order: (sum of received, ..). sent, received: numbers of rows for and from each
     rank."""
-    received_rows = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group)
+    received_rows = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group_at_hand(group))
     return cast(Tensor, _ops.wait_tensor(received_rows))
 
 

@@ -20,6 +20,7 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
 from autopar.search.predict.kept_state import offloaded_bytes, rank_state_bytes
 from autopar.search.predict.once_a_step import exposed_gathers, exposed_reductions
+from autopar.search.predict.pairs import hidden_by_pairs
 from autopar.search.predict.peak_memory import memory_profile, most_kept, most_on_host, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
 from autopar.search.pricing.block_moves import layouts_of, needs_of
@@ -150,7 +151,16 @@ def predict(
         [own + first, *[own] * (shape.num_microbatches - 1)] if first else own
         for own, first in zip(forward, opening, strict=True)
     ]
-    timeline = simulate(shape, each, backward, (inputs, weights), p2p_forward_s=sends, p2p_backward_s=returns)
+    hidden_s = hidden_by_pairs(pricing, inside, stages, shape, forward, backward)
+    timeline = simulate(
+        shape,
+        each,
+        backward,
+        (inputs, weights),
+        p2p_forward_s=sends,
+        p2p_backward_s=returns,
+        hidden_s=hidden_s,
+    )
     sync = [
         exposed_reductions({number: inside[number] for number in shape.stages_of(rank)}, events) + delays.sync_s[rank]
         for rank, events in enumerate(timeline.events)
@@ -218,6 +228,7 @@ def predict(
             sends_slow=max((slowdown_beside(own.ring_bandwidth(2), cluster.device) for own in links), default=0.0),
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
+            hidden_s=hidden_s,
         ),
     )
 

@@ -14,12 +14,13 @@ waited for where it stands, so it counts as part of the compute stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost_model.communication.gradient_sync import BucketSync, SyncTime
 from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
+from autopar.ir.pairs import paired
 from autopar.ir.schedule import Action, Pipelining, work_of
 from autopar.search.pricing.block_price import BlockPrice
 from autopar.search.stages.stage import Stage
@@ -36,7 +37,8 @@ class StepCosts:
     every stage. names: of the blocks. launch_s: of the optimiser's kernel. passing_s: seconds of each stage's compute
     spent on sends and receives in a pass. shared_s: ranks of the pipeline whose stages share parameters -> seconds to
     all-reduce their gradients. gathers_ahead: as of ``Stack``. sends_slow: how much longer compute takes beside sends
-    and those all-reduces.
+    and those all-reduces. hidden_s: of a forward and a backward that run at once, seconds that they hide of each other;
+    None where passes run one after the other.
     """
 
     blocks: Sequence[BlockPrice]
@@ -52,6 +54,7 @@ class StepCosts:
     launch_s: float
     passing_s: Sequence[float]
     shared_s: Mapping[tuple[int, ...], float]
+    hidden_s: Callable[[Action, Action], float] | None = None
 
     def blocks_of(self, stage: int) -> range:
         """Indices of the blocks of a stage."""
@@ -117,6 +120,8 @@ class StepTasks:
         # Stage -> the compute task before its first forward, if there is one; and that of the stage before, to gather.
         begun: dict[int, list[int]] = {}
         ready: list[int] | None = None
+        hides = self.costs.hidden_s
+        pairs = {} if hides is None else {own[1]: hides(*own) for own in paired(order) if len(own) == 2}
         for action in order:
             stage, kind, _ = action
             first = kind == "F" and stage not in begun
@@ -126,7 +131,7 @@ class StepTasks:
             if kind in "BW":
                 left[stage] -= 1
             last = kind in "BW" and not left[stage]
-            self._action(rank, action, passed, reductions, ready, first=first, last=last)
+            self._action(rank, action, passed, reductions, ready, pairs.get(action, 0.0), first=first, last=last)
         mine = [b for stage in left for b in self.costs.blocks_of(stage)]
         seconds = sum(self.costs.blocks[b].optimiser_s for b in mine) + self.costs.launch_s
         sharing = {holders: seconds for holders, seconds in self.costs.shared_s.items() if rank in holders}
@@ -150,11 +155,13 @@ class StepTasks:
         passed: list[int],
         reductions: list[int],
         begins: list[int] | None,
+        hidden_s: float,
         *,
         first: bool,
         last: bool,
     ) -> None:
-        """begins: what the gathers of a first forward wait for, if not for the compute before their blocks."""
+        """begins: what the gathers of a first forward wait for, if not for the compute before their blocks. hidden_s:
+        what the forward that runs at the same time hides of the action."""
         costs, shape = self.costs, self.costs.shape
         stage, kind, microbatch = action
         after = self._predecessors(rank, action)
@@ -162,9 +169,10 @@ class StepTasks:
         blocks = inside if kind == "F" else inside[::-1]
         own = [BlockPass(block, action, first, last, block == blocks[0]) for block in blocks]
         beside = [self._beside(one) for one in own]
+        left = 1.0 - hidden_s / (sum(map(self._work, own)) or 1.0)
         if not any(gather or reduce for gather, reduce in beside):
             # Nothing runs beside it, so it is one task.
-            passed.append(self._add(rank, COMPUTE, str(action), sum(map(self._work, own)), after, own))
+            passed.append(self._add(rank, COMPUTE, str(action), left * sum(map(self._work, own)), after, own))
         else:
             for one, (gather, reduce) in zip(own, beside, strict=True):
                 name = f"{action} {costs.names[one.block]}"
@@ -172,7 +180,7 @@ class StepTasks:
                     ready = passed[-costs.prefetch - 1 : -costs.prefetch] if len(passed) > costs.prefetch else []
                     ready = begins if first and begins is not None else ready
                     after = [*after, self._add(rank, GATHER, name, gather, ready, [one])]
-                passed.append(self._add(rank, COMPUTE, name, self._work(one), after, [one]))
+                passed.append(self._add(rank, COMPUTE, name, left * self._work(one), after, [one]))
                 after = []
                 if reduce:
                     reductions.append(self._add(rank, REDUCE, name, reduce, passed[-1:], [one]))

@@ -1,0 +1,50 @@
+"""Two queues of work on a rank: the backward of one microbatch beside the forward of another (``autopar.ir.pairs``).
+
+The backward has a thread of its own, and what it sends goes over process groups of its own. While one of them waits for
+other ranks the other computes; torch's kernels run without Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+
+import torch
+
+from autopar.ir.primitives.group_communication import over_other_groups
+from autopar.runtime.torch_private import is_watched
+
+
+class Beside:
+    """``with beside(work): ..`` runs ``work`` at the same time. groups: name of a process group -> name of the one that
+    ``work`` sends over."""
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        self._groups = groups
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-backward")
+
+    @contextmanager
+    def __call__(self, work: Callable[[], None]) -> Iterator[None]:
+        """An error of either is raised when both have ended, the inner one first."""
+        if is_watched() or torch.is_autocast_enabled("cpu"):
+            # Both are a thread's own.
+            yield
+            with over_other_groups(self._groups):
+                work()
+            return
+        context = copy_context()
+        running = self._thread.submit(context.run, self._apart, work, torch.get_num_threads())
+        try:
+            yield
+        except BaseException:
+            running.exception()
+            raise
+        running.result()
+
+    def _apart(self, work: Callable[[], None], num_threads: int) -> None:
+        # Of a new thread, torch takes as many as there are cores.
+        torch.set_num_threads(num_threads)
+        with over_other_groups(self._groups):
+            work()
