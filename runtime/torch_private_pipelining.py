@@ -1,7 +1,7 @@
 """Private names of torch.distributed.pipelining, under plain names: a schedule that is given its passes.
 
 The public schedules order their passes themselves. ``tests/runtime/test_torch_private.py`` has a case for each name.
-Tried with torch 2.11.0, 2.13.0 and 2.14.1.
+Tried with torch 2.11.0, 2.13.0 and 2.14.1; pairs with 2.13.0 alone.
 """
 
 from __future__ import annotations

@@ -55,6 +55,16 @@ def one_rank(backend: str = "gloo", store: Any = None, timeout: timedelta | None
 # Tensors.
 
 
+@case("is_watched")
+def _is_watched() -> None:
+    class Watching(TorchDispatchMode):
+        pass
+
+    assert not private.is_watched()
+    with Watching():
+        assert private.is_watched()
+
+
 @case("NO_VALUES")
 def _no_values() -> None:
     with FakeTensorMode():
@@ -439,6 +449,27 @@ def _actions() -> None:
         0: [pipelining.Kind.FORWARD, pipelining.Kind.SEND_F],
         1: [pipelining.Kind.RECV_F, pipelining.Kind.FORWARD],
     }
+
+
+@case("pair")
+def _pair() -> None:
+    """What both of a pair send comes after both, and what they receive before."""
+    texts = {0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", ("1F1", "1B0"), "1B1"]}
+    passes = {
+        rank: [
+            pipelining.pair(*map(pipelining.Action.from_str, own))
+            if isinstance(own, tuple)
+            else pipelining.Action.from_str(own)
+            for own in order
+        ]
+        for rank, order in texts.items()
+    }
+    (at_once,) = [action for action in passes[1] if action.computation_type is pipelining.Kind.OVERLAP_F_B]
+    assert [str(action) for action in at_once.sub_actions] == ["1F1", "1B0"]
+    lowered = pipelining.with_communication(passes, lambda stage: stage, 2)[1]
+    place = {str(action): number for number, action in enumerate(lowered)}
+    middle = lowered.index(at_once)
+    assert max(place["1RECV_F0"], place["1RECV_F1"]) < middle < place["1SEND_B0"]
 
 
 class _Spared(pipelining.Stage):
