@@ -106,6 +106,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "cp2 pp2 dualpipe-v": (4, {"cp": 2, "pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
     "ep2 pp2 dualpipe-v": (4, {"ep": 2, "pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
+    "ep2 zero2 pp2 dualpipe-v": (4, {"ep": 2, "pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4, "zero": 2}),
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "cp2 pp2": (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),

@@ -1,7 +1,8 @@
 """Two queues of work on a rank: the backward of one microbatch beside the forward of another (``autopar.ir.pairs``).
 
-The backward has a thread of its own, and what it sends goes over process groups of its own. While one of them waits for
-other ranks the other computes; torch's kernels run without Python's lock.
+The backward has a thread of its own, and what the forward sends goes over process groups of its own; those of the
+backward also sum gradients. While one of them waits for other ranks the other computes; torch's kernels run without
+Python's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopar.runtime.torch_private import is_watched
 
 class Beside:
     """``with beside(work): ..`` runs ``work`` at the same time. groups: name of a process group -> name of the one that
-    ``work`` sends over."""
+    is sent over inside of ``with``."""
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         self._groups = groups
@@ -28,23 +29,25 @@ class Beside:
     @contextmanager
     def __call__(self, work: Callable[[], None]) -> Iterator[None]:
         """An error of either is raised when both have ended, the inner one first."""
-        if is_watched() or torch.is_autocast_enabled("cpu"):
-            # Both are a thread's own.
-            yield
-            with over_other_groups(self._groups):
-                work()
-            return
         context = copy_context()
-        running = self._thread.submit(context.run, self._apart, work, torch.get_num_threads())
-        try:
-            yield
-        except BaseException:
-            running.exception()
-            raise
-        running.result()
+        with over_other_groups(self._groups):
+            if is_watched() or torch.is_autocast_enabled("cpu"):
+                # Both are a thread's own.
+                running = None
+                yield
+            else:
+                running = self._thread.submit(context.run, self._apart, work, torch.get_num_threads())
+                try:
+                    yield
+                except BaseException:
+                    running.exception()
+                    raise
+        if running is None:
+            work()
+        else:
+            running.result()
 
     def _apart(self, work: Callable[[], None], num_threads: int) -> None:
         # Of a new thread, torch takes as many as there are cores.
         torch.set_num_threads(num_threads)
-        with over_other_groups(self._groups):
-            work()
+        work()

@@ -46,11 +46,11 @@ class Stack:
     backward. adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier
     microbatches, in float32. gathers_ahead: whether the parameters of a rank's next stage are gathered (once a step)
     while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
-    one microbatch travel to experts and back while another microbatch is computed. two_queues: whether the pairs of
-    DualPipeV run at once on a device (``autopar.ir.pairs``). schedules: of pipelines, that a
-    free search may choose; any_order: whether a pipeline runs its passes in any order that a plan has, and not in those
-    of named schedules alone. keeps_any: whether a block keeps any tensors for its backward, and not those of a level
-    alone; keeps_on_host: whether some of them may wait in host memory. why: where all this is from.
+    one microbatch travel to experts and back while another microbatch is computed. two_queues: where the pairs of
+    DualPipeV run at once (``autopar.ir.pairs``). schedules: of pipelines, that a free search may choose; any_order:
+    whether a pipeline runs its passes in any order that a plan has, and not in those of named schedules alone.
+    keeps_any: whether a block keeps any tensors for its backward, and not those of a level alone; keeps_on_host:
+    whether some of them may wait in host memory. why: where all this is from.
     """
 
     name: str
