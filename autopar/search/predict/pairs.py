@@ -11,10 +11,9 @@ from autopar.search.pricing.block_price import BlockPrice
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.stages.stage import Stage
 
-# Share of what could hide that does, on a CPU, whose cores also move what is sent. Measured between two hosts at
-# 1 Gbit/s and 100 Mbit/s, experts on both: steps 3.8 and 11.2 % shorter, where 7.2 and 21.5 % could hide
-# (benchmarks/two_queues.py).
-_HIDES = 0.52
+# Share of what could hide that does, on a CPU, whose cores also move what is sent. Measured between two hosts with
+# experts on both, in two runs each: 0.11 and 0.53 at 1 Gbit/s, 0.47 and 0.52 at 100 Mbit/s (benchmarks/two_queues.py).
+_HIDES = 0.4
 
 
 def hidden_by_pairs(
