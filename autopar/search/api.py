@@ -25,6 +25,7 @@ from autopar.search.outer.found_order import best_order
 from autopar.search.outer.infeasible import explain
 from autopar.search.outer.kept_sets import best_kept
 from autopar.search.outer.known_configurations import Known
+from autopar.search.outer.larger_microbatches import with_larger_microbatches
 from autopar.search.outer.offloads import has_room, no_room, offloads
 from autopar.search.outer.prices import Prices
 from autopar.search.outer.refine import refine
@@ -115,7 +116,7 @@ def search_captured(
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
     best = best_order(solver, best, outer.candidates)
-    best = best_kept(solver, best, () if outer.known else outer.candidates)
+    best = with_larger_microbatches(solver, best_kept(solver, best, () if outer.known else outer.candidates))
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
     shape = best.configuration.pipelining
     plan = plan_of(best.pricing, best.assignment, best.stages, shape, best.predicted, samples=samples)
