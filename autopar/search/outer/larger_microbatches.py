@@ -18,6 +18,9 @@ from autopar.search.problem.constraints import NoOption
 
 # Share of a step's time that it has to save. Chosen.
 _GAIN = 2e-3
+# Seconds that all memory of a device is worth to activations, as a share of the step: what is else as fast is divided
+# as far as it can be. Chosen.
+_PRICE = 0.01
 
 
 def with_larger_microbatches(solver: Solver, best: Candidate) -> Candidate:
@@ -35,8 +38,9 @@ def _with_half_as_many(solver: Solver, best: Candidate) -> Candidate | None:
     configuration = replace(best.configuration, num_microbatches=count // 2)
     if configuration.pipelining.obstacle() is not None:
         return None
+    price = _PRICE * best.predicted.step_time_s / solver.budget_bytes
     try:
-        inner = solver.inner(configuration, Weights(sync=0.0))
+        inner = solver.inner(configuration, Weights(sync=0.0, activations=price))
     except NoOption:
         return None
     pricing = replace(inner.pricing, kept=kept_sets(inner.pricing, inner.assignment))
