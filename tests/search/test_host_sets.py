@@ -115,3 +115,15 @@ def test_offloaded_parameters_leave_less_of_the_link() -> None:
         prices = evaluate_stages(pricing, assignment, own).blocks
         added[offload] = sum(copies.added.total_s for price in prices for copies in price.host)
     assert added[True] > added[False] > 0
+
+
+def test_larger_microbatches_fit_with_host_memory() -> None:
+    """With levels alone two microbatches fit, where one does with activations in host memory."""
+    cluster, free = tight(-0.07), replace(PINNED, num_microbatches=None, zero=3)
+    own = search_captured(model(), cluster, free)
+    two = search_captured(model(), cluster, replace(free, num_microbatches=2))
+    assert (own.plan.batch.num_microbatches, own.plan.uses_host) == (1, True)
+    assert own.predicted.step_time_s < 0.95 * two.predicted.step_time_s
+    assert own.predicted.peak_bytes <= cluster.device.usable_bytes
+    again = predict_plan(model(), cluster, Plan.from_yaml(own.plan.to_yaml()))
+    assert again.step_time_s == pytest.approx(own.predicted.step_time_s)
