@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -31,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from two_hosts import NETWORKS, RANKS, hosts, on_own_share, run_ranks, shares
+from two_hosts import NETWORKS, RANKS, hosts, on_own_share, run_ranks, seconds_in_turns, shares, timed_step
 
 from autopar.process_end import end_process
 
@@ -112,31 +111,13 @@ def trained(job: dict[str, Any]) -> dict[str, Any]:
     """Seconds and losses of the steps of each plan, in turns."""
     import autopar
 
-    def step(parallel: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor], losses: list[float]) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = parallel.step(**inputs)
-        optimizer.step()
-        dist.barrier()
-        took = time.perf_counter() - start
-        losses.append(loss.item())
-        return took
-
     steps: dict[str, Callable[[], float]] = {}
     losses: dict[str, list[float]] = {name: [] for name in job["plans"]}
     for name, file in job["plans"].items():
         parallel = autopar.parallelize(model_of(job), RANKS, example_inputs=batch(job), plan=file)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
-        steps[name] = partial(step, parallel, optimizer, parallel.shard_batch(batch(job)), losses[name])
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(job["rounds"] + 1):
-        for name in sorted(steps, reverse=number % 2 == 1):
-            took = steps[name]()
-            if number:
-                seconds[name].append(took)
-        if dist.get_rank() == 0:
-            print(f"  round {number} of {job['rounds']}", file=sys.stderr, flush=True)
+        steps[name] = partial(timed_step, parallel, optimizer, parallel.shard_batch(batch(job)), losses[name])
+    seconds = seconds_in_turns(steps, job["rounds"])
     return {"seconds": seconds, "losses": losses}
 
 

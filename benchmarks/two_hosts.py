@@ -11,10 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 HOSTS, PER_HOST = 2, 2
 RANKS = HOSTS * PER_HOST
@@ -155,6 +159,32 @@ def run_ranks(script: str, job: Path, *, in_turns: bool = False) -> Any:
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
     return json.loads(job.with_suffix(".done.json").read_text())
+
+
+def timed_step(parallel: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], losses: list[float]) -> float:
+    """Seconds of a training step of all ranks; its loss is added to ``losses``."""
+    dist.barrier()
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss = parallel.step(**inputs)
+    optimizer.step()
+    dist.barrier()
+    took = time.perf_counter() - start
+    losses.append(loss.item())
+    return took
+
+
+def seconds_in_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step in each round but the first one, which warms up; every second round runs backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name in list(steps)[:: 1 if number % 2 else -1]:
+            took = steps[name]()
+            if number:
+                seconds[name].append(took)
+        if dist.get_rank() == 0:
+            print(f"  round {number} of {rounds}", file=sys.stderr, flush=True)
+    return seconds
 
 
 def ticks() -> list[int]:

@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from two_hosts import NETWORKS, RANKS, hosts, on_own_share, run_ranks, shares
+from two_hosts import NETWORKS, RANKS, hosts, on_own_share, run_ranks, seconds_in_turns, shares, timed_step
 
 import autopar
 from autopar.process_end import end_process
@@ -77,21 +76,10 @@ def worker(path: Path) -> None:
 def trained(job: dict[str, Any]) -> dict[str, Any]:
     """Seconds and losses of the steps of each plan, in turns, and how far parameters are from those of the first."""
 
-    def step(parallel: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor], losses: list[float]) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = parallel.step(**inputs)
-        optimizer.step()
-        dist.barrier()
-        took = time.perf_counter() - start
-        losses.append(loss.item())
-        return took
-
     modules = {}
     for name, file in job["plans"].items():
         # What runs one after the other is told that nothing can run at once.
-        off = mock.patch.object(variants, "may_run_at_once", lambda *_, **__: False)
+        off = mock.patch.object(variants, "run_at_once", lambda *_, **__: False)
         with ExitStack() as stack:
             if name == BASE:
                 stack.enter_context(off)
@@ -100,15 +88,8 @@ def trained(job: dict[str, Any]) -> dict[str, Any]:
     losses: dict[str, list[float]] = {name: [] for name in modules}
     for name, parallel in modules.items():
         optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2, momentum=0.9)
-        steps[name] = partial(step, parallel, optimizer, parallel.shard_batch(batch(job)), losses[name])
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(job["rounds"] + 1):
-        for name in list(steps)[:: 1 if number % 2 else -1]:
-            took = steps[name]()
-            if number:
-                seconds[name].append(took)
-        if dist.get_rank() == 0:
-            print(f"  round {number} of {job['rounds']}", file=sys.stderr, flush=True)
+        steps[name] = partial(timed_step, parallel, optimizer, parallel.shard_batch(batch(job)), losses[name])
+    seconds = seconds_in_turns(steps, job["rounds"])
     first, *others = (parallel.full_state_dict() for parallel in modules.values())
     apart = [max(((own[key] - value).norm() / value.norm()).item() for key, value in first.items()) for own in others]
     return {"seconds": seconds, "losses": losses, "apart": dict(zip(list(modules)[1:], apart, strict=True))}

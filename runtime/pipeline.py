@@ -27,7 +27,7 @@ from autopar.runtime.randomness import Randomness
 from autopar.runtime.split_backward import WeightPass, backward_to_inputs
 from autopar.runtime.torch_private import is_view
 from autopar.runtime.torch_private_pipelining import Action, Kind, Schedule, Stage, pair, with_communication
-from autopar.runtime.two_queues import Beside
+from autopar.runtime.two_queues import BackwardThread
 
 # Keeps the step inputs, which have the model's names, apart from the keywords of the schedule.
 _PREFIX = "input_"
@@ -187,9 +187,9 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         randomness: Randomness,
-        beside: Beside | None = None,
+        backwards: BackwardThread | None = None,
     ) -> None:
-        """beside: what runs the backward of a pair beside its forward, where pairs run at once."""
+        """backwards: runs the backward of a pair while its forward runs, where pairs run at once."""
         passes_of_host = HostPasses(stages[0].module.host, shape.orders()[shape.rank_of(stages[0].program.stage)])
         self.stages = [_Stage(stage, device, group, randomness, passes_of_host) for stage in stages]
         count = shape.num_microbatches
@@ -199,7 +199,7 @@ class Pipeline:
         passes: dict[int, Any] = {
             rank: [
                 pair(*map(_action, own)) if len(own) > 1 else _action(*own)
-                for own in (paired(order) if beside is not None else ((action,) for action in order))
+                for own in (paired(order) if backwards is not None else ((action,) for action in order))
             ]
             for rank, order in enumerate(shape.orders())
         }
@@ -216,9 +216,9 @@ class Pipeline:
             by_index[action.stage_index].send_backward(action.microbatch_index)
 
         def run_pair(action: Any, context: Any) -> None:
-            assert beside is not None
+            assert backwards is not None
             forward, backward = action.sub_actions
-            with beside(partial(self._schedule.run_backward, backward, context)):
+            with backwards.running(partial(self._schedule.run_backward, backward, context)):
                 self._schedule.run_forward(forward, context)
 
         self._schedule.run_by(Kind.OVERLAP_F_B, run_pair)

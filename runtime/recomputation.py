@@ -93,7 +93,7 @@ class _Autocast(NamedTuple):
         types = {"cpu", *(arg.device.type for arg in args if isinstance(arg, Tensor))}
         return [cls.now(device_type) for device_type in types if torch.amp.is_autocast_available(device_type)]
 
-    def again(self) -> AbstractContextManager[Any]:
+    def restored(self) -> AbstractContextManager[Any]:
         """Within it autocast does what it did then."""
         same = self == _Autocast.now(self.device_type)
         return nullcontext() if same else torch.autocast(self.device_type, self.dtype, self.enabled)
@@ -171,7 +171,7 @@ class _Call:
             if random is not None:
                 stack.enter_context(random.restored())
             for autocast in autocasts:
-                stack.enter_context(autocast.again())
+                stack.enter_context(autocast.restored())
             try:
                 with saved_tensors_hooks(fill, _never), context:
                     call(*args)

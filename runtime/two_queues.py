@@ -18,36 +18,36 @@ from autopar.ir.primitives.group_communication import over_other_groups
 from autopar.runtime.torch_private import is_watched
 
 
-class Beside:
-    """``with beside(work): ..`` runs ``work`` at the same time. groups: name of a process group -> name of the one that
-    is sent over inside of ``with``."""
+class BackwardThread:
+    """``with thread.running(backward): ..`` runs a backward in a thread of its own meanwhile. groups: name of a process
+    group -> name of the process group that the forward, inside of ``with``, sends over instead."""
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         self._groups = groups
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-backward")
 
     @contextmanager
-    def __call__(self, work: Callable[[], None]) -> Iterator[None]:
-        """An error of either is raised when both have ended, the inner one first."""
+    def running(self, backward: Callable[[], None]) -> Iterator[None]:
+        """An error of either pass is raised when both have ended, that of the forward first. Where a dispatch mode
+        watches this thread's ops, or autocast changes them, the backward follows in this thread."""
         context = copy_context()
         with over_other_groups(self._groups):
             if is_watched() or torch.is_autocast_enabled("cpu"):
-                # Both are a thread's own.
                 running = None
                 yield
             else:
-                running = self._thread.submit(context.run, self._apart, work, torch.get_num_threads())
+                running = self._thread.submit(context.run, self._apart, backward, torch.get_num_threads())
                 try:
                     yield
                 except BaseException:
                     running.exception()
                     raise
         if running is None:
-            work()
+            backward()
         else:
             running.result()
 
-    def _apart(self, work: Callable[[], None], num_threads: int) -> None:
+    def _apart(self, backward: Callable[[], None], num_threads: int) -> None:
         # Of a new thread, torch takes as many as there are cores.
         torch.set_num_threads(num_threads)
-        work()
+        backward()

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from autopar.ir.capture.symbols import BATCH
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
-from autopar.ir.lowered.random import is_random
-from autopar.ir.pairs import may_run_at_once
+from autopar.ir.pairs import run_at_once
 from autopar.ir.plan import Plan
 from autopar.ir.primitives.collectives import groups_of
 from autopar.ir.program import StageProgram, update_stages
@@ -34,7 +33,7 @@ from autopar.runtime.narrow_gathers import read_otherwise
 from autopar.runtime.outputs import Outputs
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
-from autopar.runtime.two_queues import Beside
+from autopar.runtime.two_queues import BackwardThread
 from autopar.runtime.zero import ZeroEngine
 
 if TYPE_CHECKING:
@@ -68,8 +67,8 @@ class Variant:
     is read in another dtype. totals: what runs on every microbatch before the first, as module, variant and names of
     the results. updates: buffers, with the stages that hold them, that which computes the new value first. outputs: of
     a plain forward. elsewhere: blocks whose parameters ZeRO shards and other blocks read. forwards: what runs it
-    through a pipeline; steps: and its backward. two_queues: whether some stage has
-    something to hide that waits for other ranks, and none draws random numbers, whose generator all threads share.
+    through a pipeline; steps: and its backward. at_once: whether the pairs of
+    its schedule run at once.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Variant:
     updates: dict[str, tuple[int, ...]]
     outputs: Outputs | None
     elsewhere: tuple[tuple[ZeroEngine, tuple[FSDPModule, ...]], ...]
-    two_queues: bool
+    at_once: bool
     forwards: ForwardPipeline | None = None
     steps: Pipeline | None = None
 
@@ -242,7 +241,14 @@ class Variants:
                 for stage in self._local
                 if stage.zero is not None and (modules := _elsewhere(stage, stage.zero.managed, programs))
             ),
-            two_queues=any(map(groups_of, nodes)) and not any(map(is_random, nodes)),
+            at_once=run_at_once(
+                self._plan.pipelining,
+                able=self._two_queues,
+                zero=max(map(self._plan.zero_of, range(len(self._plan.blocks)))),
+                on_host=self._plan.uses_host,
+                communicates=any(map(groups_of, nodes)),
+                nodes=nodes,
+            ),
         )
         if programs[0].sizes is not None:
             self._flexible.setdefault(mode, []).append(variant)
@@ -274,17 +280,10 @@ class Variants:
                 group=self._mesh.pipeline_group(),
                 device=self._device,
                 randomness=self._random,
-                beside=self._beside(variant),
+                # The groups are made by all ranks together, at the first time.
+                backwards=BackwardThread(self._mesh.other_groups()) if variant.at_once else None,
             )
         return variant.steps
-
-    def _beside(self, variant: Variant) -> Beside | None:
-        """What runs a backward beside a forward, if pairs run at once. All ranks call together at the first time."""
-        zero = max(map(self._plan.zero_of, range(len(self._plan.blocks))))
-        at_once = variant.two_queues and may_run_at_once(
-            self._plan.pipelining, able=self._two_queues, zero=zero, on_host=self._plan.uses_host
-        )
-        return Beside(self._mesh.other_groups()) if at_once else None
 
     def microbatches(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The step inputs of each microbatch: of rows that do not divide, the first ones have one more."""

@@ -10,8 +10,11 @@ a thread, and process groups of its own, so that the order of what is sent over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from torch import fx
+
+from autopar.ir.lowered.random import is_random
 from autopar.ir.schedule import Action, Pipelining
 
 _SCHEDULE = "dualpipe-v"
@@ -35,12 +38,15 @@ def paired(order: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
         yield (waiting,)
 
 
-def may_run_at_once(shape: Pipelining, *, able: bool, zero: int, on_host: bool) -> bool:
-    """Whether pairs of ``shape`` run at once, and not one after the other, if the model draws no random numbers and has
-    something inside its blocks to wait for.
+def run_at_once(
+    shape: Pipelining, *, able: bool, zero: int, on_host: bool, communicates: bool, nodes: Iterable[fx.Node]
+) -> bool:
+    """Whether the pairs of ``shape`` run at once, and not one after the other.
 
     able: whether the device and the software can. zero: the highest ZeRO stage of any block; at 3 forward and backward
     gather parameters over the same groups. on_host: whether activations wait in host memory, which is sent and fetched
-    in the order of passes.
+    in the order of passes. communicates: whether blocks communicate; else there is nothing to hide. nodes: of the
+    model; none may draw random numbers, whose generator all threads share.
     """
-    return shape.schedule == _SCHEDULE and able and zero < 3 and not on_host
+    possible = shape.schedule == _SCHEDULE and able and zero < 3 and communicates and not on_host
+    return possible and not any(map(is_random, nodes))

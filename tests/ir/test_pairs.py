@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
 from autopar.cost_model.schedule.pipeline_simulator import simulate
-from autopar.ir.pairs import may_run_at_once, paired
-from autopar.ir.schedule import Pipelining
+from autopar.ir.pairs import paired, run_at_once
+from autopar.ir.schedule import Pipelining, Schedule
 
 SHAPES = st.integers(2, 6).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(2 * ranks, 5 * ranks)))
 
@@ -43,16 +46,20 @@ def test_a_step_is_shorter_by_what_pairs_hide(sizes: tuple[int, int], hidden: fl
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(events))
 
 
+ABLE: dict[str, Any] = {"able": True, "zero": 2, "on_host": False, "communicates": True, "nodes": ()}
+
+
 @pytest.mark.parametrize(
-    ("shape", "changes", "expected"),
+    ("schedule", "changes"),
     [
-        (Pipelining("dualpipe-v", 2, 4, 2), {}, True),
-        (Pipelining("zb-v", 2, 4, 2), {}, False),
-        (Pipelining("dualpipe-v", 2, 4, 2), {"able": False}, False),
-        (Pipelining("dualpipe-v", 2, 4, 2), {"zero": 3}, False),
-        (Pipelining("dualpipe-v", 2, 4, 2), {"on_host": True}, False),
+        ("zb-v", {}),
+        ("dualpipe-v", {"able": False}),
+        ("dualpipe-v", {"zero": 3}),
+        ("dualpipe-v", {"on_host": True}),
+        ("dualpipe-v", {"communicates": False}),
+        ("dualpipe-v", {"nodes": fx.symbolic_trace(lambda x: torch.ops.aten.bernoulli.default(x)).graph.nodes}),
     ],
 )
-def test_when_pairs_may_run_at_once(shape: Pipelining, changes: dict[str, int], expected: bool) -> None:
-    given_: dict[str, int] = {"able": True, "zero": 2, "on_host": False, **changes}
-    assert may_run_at_once(shape, **given_) is expected  # type: ignore[arg-type]  # a bool is an int
+def test_pairs_that_run_one_after_the_other(schedule: Schedule, changes: dict[str, Any]) -> None:
+    assert run_at_once(Pipelining("dualpipe-v", 2, 4, 2), **ABLE)
+    assert not run_at_once(Pipelining(schedule, 2, 4, 2), **{**ABLE, **changes})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.primitives import group_communication
 from autopar.ir.primitives.collective_counter import CollectiveCounter
-from autopar.runtime.two_queues import Beside
+from autopar.runtime.two_queues import BackwardThread
 from tests.end_to_end.stacks import Attention, batch, stack
 from tests.harness import run_ranks
 
@@ -28,9 +28,9 @@ class Dropping(Attention):
 def _trained(block: type[nn.Module], constraints: dict[str, Any]) -> dict[str, Any]:
     """One step, watched by nobody, and one that a mode watches."""
     at_once, over = 0, set[str]()
-    apart, hand = Beside._apart, group_communication.group_at_hand
+    apart, hand = BackwardThread._apart, group_communication.group_at_hand
 
-    def counted(self: Beside, *args: Any) -> None:
+    def counted(self: BackwardThread, *args: Any) -> None:
         nonlocal at_once
         at_once += 1
         apart(self, *args)
@@ -50,7 +50,10 @@ def _trained(block: type[nn.Module], constraints: dict[str, Any]) -> dict[str, A
         **constraints,
     )
     parallel = autopar.parallelize(stack(block, DEPTH), RANKS, example_inputs=inputs, plan=plan)
-    with mock.patch.object(Beside, "_apart", counted), mock.patch.object(group_communication, "group_at_hand", seen):
+    with (
+        mock.patch.object(BackwardThread, "_apart", counted),
+        mock.patch.object(group_communication, "group_at_hand", seen),
+    ):
         loss = parallel.step(**parallel.shard_batch(inputs))
         gradients, unwatched = parallel.full_gradients(), at_once
         parallel.zero_grad()
@@ -106,7 +109,10 @@ def _with_an_error() -> str:
     def fail(*_: Any) -> None:
         raise ArithmeticError("in a backward")
 
-    with mock.patch.object(Beside, "_apart", fail), pytest.raises(ArithmeticError, match="in a backward") as raised:
+    with (
+        mock.patch.object(BackwardThread, "_apart", fail),
+        pytest.raises(ArithmeticError, match="in a backward") as raised,
+    ):
         parallel.step(**parallel.shard_batch(inputs))
     return str(raised.value)
 

@@ -37,7 +37,7 @@ from autopar.search.stages.stage import Stage
 
 # Share of a step's time that other sets than those of the levels have to save, as a plan with them is longer to read.
 # Chosen.
-_GAIN = 2e-3
+GAIN = 2e-3
 # Other plans that sets are found for, and how much slower without them one of them may be. Chosen.
 _RIVALS, _MOST_TO_GAIN = 4, 0.1
 
@@ -54,7 +54,7 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
             break
         if finds_sets(solver, other) and not any(_alike(other, one) for one in tried):
             tried.append(other)
-    record_s = best.predicted.step_time_s * (1 - _GAIN)
+    record_s = best.predicted.step_time_s * (1 - GAIN)
 
     def may_win(number: int) -> bool:
         return not number or _least_s(solver, tried[number]) < record_s
@@ -72,7 +72,7 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
             if may_win(number):
                 for found in ahead.answer(number, (number, record_s)):
                     if found.step_time_s < record_s:
-                        best, record_s = found.on(candidate), found.step_time_s * (1 - _GAIN)
+                        best, record_s = found.on(candidate), found.step_time_s * (1 - GAIN)
     return best
 
 

@@ -11,13 +11,11 @@ from dataclasses import replace
 
 from autopar.search.outer.configuration import Candidate, Inner
 from autopar.search.outer.configuration_solver import Solver
-from autopar.search.outer.kept_sets import kept_sets
+from autopar.search.outer.kept_sets import GAIN, kept_sets
 from autopar.search.outer.offloads import has_room
 from autopar.search.pricing.build_instance import Weights
 from autopar.search.problem.constraints import NoOption
 
-# Share of a step's time that it has to save. Chosen.
-_GAIN = 2e-3
 # Seconds that all memory of a device is worth to activations, as a share of the step: what is else as fast is divided
 # as far as it can be. Chosen.
 _PRICE = 0.01
@@ -45,6 +43,6 @@ def _with_half_as_many(solver: Solver, best: Candidate) -> Candidate | None:
         return None
     pricing = replace(inner.pricing, kept=kept_sets(inner.pricing, inner.assignment))
     own = Inner(pricing=pricing, assignment=inner.assignment, objective=0.0, shared_once=inner.shared_once)
-    record_s = best.predicted.step_time_s * (1 - _GAIN)
+    record_s = best.predicted.step_time_s * (1 - GAIN)
     found = solver.filled(configuration, own, record_s)
     return found if found is not None and found.predicted.step_time_s < record_s and has_room(found) else None

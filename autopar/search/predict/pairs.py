@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.ir.lowered.random import is_random
-from autopar.ir.pairs import may_run_at_once
+from autopar.ir.pairs import run_at_once
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.pricing.block_price import BlockPrice
 from autopar.search.pricing.pricing import Pricing
@@ -36,12 +35,16 @@ def hidden_by_pairs(
         for own, stage in zip(inside, stages, strict=True)
         for number, block in enumerate(own, stage.first)
     )
-    zero = max((pricing.zero, *(pricing.zero_stages or ())))
-    if not may_run_at_once(shape, able=able, zero=zero, on_host=on_host):
-        return None
     each = [[block.communication for block in own] for own in inside]
     communicating = [(sum(one.forward_s for one in own), sum(one.backward_s for one in own)) for own in each]
-    if not any(map(any, communicating)) or any(map(is_random, pricing.workload.captured.graph.nodes)):
+    if not run_at_once(
+        shape,
+        able=able,
+        zero=max((pricing.zero, *(pricing.zero_stages or ()))),
+        on_host=on_host,
+        communicates=any(map(any, communicating)),
+        nodes=pricing.workload.captured.graph.nodes,
+    ):
         return None
 
     def hidden_s(ahead: Action, back: Action) -> float:
