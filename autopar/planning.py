@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.garbage import collector_paused
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.example_inputs import at_sizes
 from autopar.ir.capture.symbols import BATCH
@@ -50,6 +51,7 @@ class Planned:
         return divided_by_axes(self.captured, self.plan, workload=self.result.workload)
 
 
+@collector_paused()
 def find_plan(
     model: nn.Module,
     cluster: Cluster,

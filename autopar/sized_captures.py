@@ -1,11 +1,12 @@
 """A model captured once, with symbols, as it is at any batch and length.
 
 captured at (512, 8192), with symbols                    ->  the same program?  ->  at(512, 2048), at(512, 4096) ...
-captured at (256, 2048), by a fork if there is a core   ->
+captured at (256, 2048), by a fork if there is a core   ->                     ->  what the fork then does with that
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,28 +39,38 @@ class SizedCaptures:
     """
 
     def __init__(
-        self, model: nn.Module, inputs_of: InputsOf, size: Size, *, other: Size | None = None, name: str | None = None
+        self,
+        model: nn.Module,
+        inputs_of: InputsOf,
+        size: Size,
+        *,
+        other: Size | None = None,
+        then: Callable[[SizedCaptures], Any] = lambda captures: None,
+        name: str | None = None,
     ) -> None:
         """size: of the first capture. other: a size at which it has to hold; None if no other is asked for, and there
-        are no symbols. Raises CaptureError."""
+        are no symbols. then: what a fork does that has captured ``other``. Raises CaptureError."""
         self._model, self._inputs_of, self._name = model, inputs_of, name
         self.seconds, self.count = 0.0, 0
         self._tensors = _tensors(inputs_of(*size))
         self._known: dict[Size, CapturedModel] = {}
         self._symbolic: CapturedModel | None = None
+        self._fork: Helper | None = None
         if other is None:
             first = self._known[size] = self._capture(*size)
         else:
-            helper = Helper(self._described) if spare_cores() else None
+            if spare_cores():
+                steps = (lambda: self._described(other), lambda: then(self))
+                self._fork = Helper(lambda step: steps[step]())
+                self._fork.send(0)
+                self._fork.send(1)
             try:
-                if helper is not None:
-                    helper.send(other)
                 first = self._symbolic = self._capture(*size, symbolic=True)
-                if not self._is_at(other, helper):
+                if not self._is_at(other):
                     self._symbolic = None
-            finally:
-                if helper is not None:
-                    helper.stop()
+            except BaseException:
+                self.stop()
+                raise
         self.fixed: Mapping[str, str] = first.fixed
 
     def at(self, batch: int | None, length: int | None) -> CapturedModel:
@@ -75,23 +86,39 @@ class SizedCaptures:
         """The capture with symbols, of this size where none holds for all. Raises CaptureError."""
         return self._symbolic or self._capture(batch, length, symbolic=True)
 
-    def _is_at(self, size: Size, helper: Helper | None) -> bool:
-        """Whether the capture with symbols is at ``size`` what a capture of that size is, which a helper may have."""
-        answer = None
-        if helper is not None:
+    def done_by_fork(self) -> Any:
+        """What the fork has made of its capture; None where there is no fork, or it has ended."""
+        found = self._received()
+        self.stop()
+        return found
+
+    def stop(self) -> None:
+        """End the fork, if there is one."""
+        if self._fork is not None:
+            self._fork.stop()
+        self._fork = None
+
+    def _received(self) -> Any:
+        if self._fork is not None:
             with suppress(EOFError, OSError):
-                answer = helper.receive()
+                return self._fork.receive()
+        return None
+
+    def _is_at(self, size: Size) -> bool:
+        """Whether the capture with symbols is at ``size`` what a capture of that size is, which the fork may have."""
+        answer = self._received()
         # Without an answer here, where an error is raised.
         expected, seconds = answer or self._described(size)
         if answer is not None:
             self.seconds, self.count = self.seconds + seconds, self.count + 1
         found = self._at(*size)
-        return found is not None and described_program(found) == expected
+        return found is not None and _digest(found) == expected
 
-    def _described(self, size: Size) -> tuple[list[Any], float]:
-        """The program of a capture at ``size``, and the seconds that it took."""
+    def _described(self, size: Size) -> tuple[str, float]:
+        """A digest of the program of a capture at ``size``, and the seconds that it took."""
         before = self.seconds
-        return described_program(self._capture(*size)), self.seconds - before
+        found = self._known[size] = self._capture(*size)
+        return _digest(found), self.seconds - before
 
     def _at(self, batch: int | None, length: int | None) -> CapturedModel | None:
         """From the capture with symbols; None if that holds for other sizes alone."""
@@ -115,6 +142,11 @@ class SizedCaptures:
         found = normalise(captured, check=not symbolic)
         self.seconds, self.count = self.seconds + time.perf_counter() - start, self.count + 1
         return found
+
+
+def _digest(captured: CapturedModel) -> str:
+    """Of all that its ops do. It is short: a fork that sends more waits until that is read."""
+    return hashlib.sha256(repr(described_program(captured)).encode()).hexdigest()
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InfeasiblePlan, InvalidPlan, PlanMismatch
@@ -25,9 +26,6 @@ from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
 from autopar.sized_captures import Size, SizedCaptures
 
-# Configurations of earlier searches that one begins with. Chosen.
-MOST_KNOWN = 6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedPlan:
@@ -37,6 +35,13 @@ class SizedPlan:
     length: int | None
     plan: Plan | None = field(repr=False)
     reason: str = ""
+
+
+class Found(NamedTuple):
+    """The best plan for one size, and the best few as a beginning for others."""
+
+    plan: SizedPlan
+    known: tuple[Known, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,35 +57,23 @@ class SizedSearches:
     _known: dict[Size, Prices] = field(default_factory=dict)
     _other_layout: dict[int | None, Prices] = field(default_factory=dict)
 
-    def prepare(self, batches: Sequence[int | None], lengths: Sequence[int | None]) -> None:
-        """Compute what searches at these sizes share."""
-        for length in lengths:
-            for batch in batches:
-                self._prices((batch, length))
-
-    def in_full(self, size: Size) -> tuple[SizedPlan, tuple[Known, ...]]:
-        """The best plan for one size, and the best few as a beginning for others."""
+    def in_full(self, size: Size) -> Found:
+        """The best plan for one size."""
         return self._search(size, ())
 
-    def nearby(self, sizes: Sequence[Size], known: Sequence[Known]) -> list[SizedPlan]:
-        """The best plans for ``sizes``, each searched from the best plans of those before it, and ``known``."""
-        found: list[SizedPlan] = []
-        latest: tuple[Known, ...] = ()
-        for size in sizes:
-            plan, best = self._search(size, (*latest, *known))
-            found.append(plan)
-            latest = (*best, *latest)[:MOST_KNOWN]
-        return found
+    def nearby(self, size: Size, known: Sequence[Known]) -> Found:
+        """The best plan for one size, searched from good plans for others."""
+        return self._search(size, known)
 
-    def times_s(self, plans: Sequence[Plan], lengths: Sequence[int | None]) -> list[list[float]]:
-        """Seconds of a step of each plan at each length; infinite where it does not fit."""
-        return [[self._step_time_s(plan, length) for length in lengths] for plan in plans]
+    def times_s(self, plans: Sequence[Plan], length: int | None) -> list[float]:
+        """Seconds of a step of each plan at a length; infinite where it does not fit."""
+        return [self._step_time_s(plan, length) for plan in plans]
 
     def captured(self) -> tuple[float, int]:
         """Seconds spent on captures, and how often the model was traced."""
         return self.captures.seconds, self.captures.count
 
-    def _search(self, size: Size, known: Sequence[Known]) -> tuple[SizedPlan, tuple[Known, ...]]:
+    def _search(self, size: Size, known: Sequence[Known]) -> Found:
         batch, length = size
         samples = batch or self._prices(size).workload.captured.batch_size
         self.progress(f"searching plans for {samples} samples" + ("" if length is None else f" of {length}"))
@@ -107,8 +100,8 @@ class SizedSearches:
                 symbolic=lambda: self.captures.symbolic_at(batch, length),
             )
         except InfeasiblePlan as error:
-            return SizedPlan(batch=samples, length=length, plan=None, reason=str(error)), ()
-        return SizedPlan(batch=samples, length=length, plan=result.plan), best_of(result.candidates)
+            return Found(SizedPlan(batch=samples, length=length, plan=None, reason=str(error)), ())
+        return Found(SizedPlan(batch=samples, length=length, plan=result.plan), best_of(result.candidates))
 
     def _prices(self, size: Size) -> Prices:
         """Prices of a step, as a part of the batch that they all divide where the batch may be cut."""

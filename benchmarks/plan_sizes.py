@@ -1,17 +1,17 @@
 """Plans for many sizes from one capture: what they cost beside one search, and whether they are as good.
 
-    python benchmarks/plan_sizes.py [--model examples/llama3_8b.py] [--gpus 64] [--alone]
+    python benchmarks/plan_sizes.py [--model examples/llama3_8b.py] [--gpus 64] [--repeat 2] [--alone]
 
-Seconds by the clock, and of all processes, for the capture and one search at the last size, and for one capture and a
-search at each of eight lengths and four batches. --alone: each size is also searched for by itself, and the predicted
-step of its plan is printed beside that of the plan found together with the others.
+Seconds by the clock of ``autopar search`` for the last size, and for each of eight lengths and four batches, in turn.
+--alone: each size is also searched for by itself, and the predicted step of its plan is printed beside that of the plan
+found together with the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
+import subprocess
 import time
 
 from autopar.cli.sizes import sizes_of
@@ -22,9 +22,12 @@ from autopar.planning_sizes import find_plans
 from autopar.report.words import one_line
 
 
-def _cpu_s() -> float:
-    """Of this process and of those that have ended."""
-    return sum(os.times()[:4])
+def _command_s(options: argparse.Namespace, seq: str, batch: str) -> float:
+    """Of a command, from the start of its process to its end."""
+    sizes = ["--seq", seq, "--global-batch", batch, "--gpus", str(options.gpus)]
+    start = time.perf_counter()
+    subprocess.run(["autopar", "search", options.model, *sizes], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -34,26 +37,21 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument("--seq", default="1024,2048,3072,4096,8192,12288,16384,32768")
     parser.add_argument("--global-batch", default="128:1024")
+    parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--alone", action="store_true")
     options = parser.parse_args()
-    source = load_model_file(options.model)
-    cluster = make_cluster("h100-sxm", options.gpus, 8)
     lengths, batches = sizes_of(options.seq, "--seq"), sizes_of(options.global_batch, "--global-batch")
-    find_plan(source.meta_model(), cluster, source.meta_inputs(batches[0], lengths[0]), name=source.name)  # warm-up
-
-    wall, cpu = time.perf_counter(), _cpu_s()
-    one = find_plan(source.meta_model(), cluster, source.meta_inputs(batches[-1], lengths[-1]), name=source.name)
-    one_wall, one_cpu = time.perf_counter() - wall, _cpu_s() - cpu
-    wall, cpu = time.perf_counter(), _cpu_s()
-    found = find_plans(source.meta_model(), cluster, source.meta_inputs, batches, lengths, name=source.name)
-    wall, cpu = time.perf_counter() - wall, _cpu_s() - cpu
-    print(f"{source.name} on {options.gpus} H100\n\n| | capture s | search s | all s | CPU s |\n|---|---|---|---|---|")
-    print(f"| one | {one.capture_time_s:.1f} | {one.result.search_time_s:.1f} | {one_wall:.1f} | {one_cpu:.1f} |")
-    number = len(lengths) * len(batches)
-    print(f"| {number} | {found.capture_time_s:.1f} | {found.search_time_s:.1f} | {wall:.1f} | {cpu:.1f} |")
-    print(f"| ratio | | | {wall / one_wall:.2f} | {cpu / one_cpu:.2f} |\n")
+    print("| one search, s | all searches, s | ratio |\n|---|---|---|")
+    for _ in range(options.repeat):
+        one_s = _command_s(options, str(lengths[-1]), str(batches[-1]))
+        all_s = _command_s(options, options.seq, options.global_batch)
+        print(f"| {one_s:.1f} | {all_s:.1f} | {all_s / one_s:.2f} |", flush=True)
+    print()
     if not options.alone:
         return
+    source = load_model_file(options.model)
+    cluster = make_cluster("h100-sxm", options.gpus, 8)
+    found = find_plans(source.meta_model(), cluster, source.meta_inputs, batches, lengths, name=source.name)
     print("| batch | length | together s | alone s | ratio | together | alone |\n|---|---|---|---|---|---|---|")
     ratios = []
     for own in found.found:

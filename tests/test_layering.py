@@ -28,18 +28,19 @@ ALLOWED = {
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
     "autopar.planning": (
         "autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units",
-        "autopar.planning_rows",
+        "autopar.planning_rows", "autopar.garbage",
     ),
+    "autopar.garbage": (),
     "autopar.planning_rows": ("autopar.ir", "autopar.cost_model", "autopar.search"),
     "autopar.any_size": ("autopar.ir", "autopar.passes"),
     "autopar.sized_captures": ("autopar.ir", "autopar.passes", "autopar.helper"),
     "autopar.sized_searches": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures", "autopar.planning_rows",
     ),
-    "autopar.sized_workers": ("autopar.helper", "autopar.sized_searches"),
+    "autopar.sized_workers": ("autopar.ir", "autopar.helper", "autopar.sized_captures", "autopar.sized_searches"),
     "autopar.planning_sizes": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures", "autopar.sized_searches",
-        "autopar.sized_workers", "autopar.helper",
+        "autopar.sized_workers", "autopar.helper", "autopar.garbage",
     ),
     "autopar.checking": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search"),
     "autopar.report": (

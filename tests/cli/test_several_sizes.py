@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from autopar.cli.main import main
 from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cost_model.catalogue import make_cluster
 from autopar.helper import Helper
-from autopar.ir.errors import InvalidInput
+from autopar.ir.errors import AutoparError, InvalidInput
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
 from autopar.planning import find_plan
-from autopar.planning_sizes import _even_bounds, find_plans
+from autopar.planning_sizes import _order, find_plans
 from autopar.search.api import predict_plan
 from autopar.search.outer.best_first import TOLERANCE
 from autopar.search.problem.constraints import Constraints
+from autopar.sized_searches import SizedSearches
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 
@@ -54,12 +57,15 @@ def test_other_shares_are_refused(text: str) -> None:
         shares_of(text)
 
 
-def test_lengths_are_divided_by_what_their_searches_take() -> None:
-    lengths = [1024, 2048, 3072, 4096, 8192, 12288, 16384, 32768]
-    assert _even_bounds(lengths, 2) == [0, 5, 8]
-    assert _even_bounds(lengths, 8) == list(range(9))
-    assert _even_bounds([1, 1, 10**9], 2) == [0, 2, 3], "none is left without"
-    assert _even_bounds([None], 1) == [0, 1]
+def test_sizes_begin_with_those_around_them() -> None:
+    order = _order((2, 4), (1, 2, 3, 5))
+    assert list(order) == [(2, 5), (4, 1), (2, 3), (4, 3), (2, 2), (4, 2)], "longest first, then halves"
+    ends = (2, 1), (4, 5)
+    assert order[2, 5] == order[4, 1] == ends
+    assert order[2, 3] == ((2, 1), (2, 5))
+    assert order[4, 2] == ((2, 2), (4, 1), (4, 3))
+    assert _order((2,), (7,)) == {}
+    assert _order((2, 4, 8), (7,)) == {(4, 7): ((2, 7), (8, 7))}
 
 
 @pytest.mark.slow
@@ -132,6 +138,24 @@ def test_forks_find_the_same(monkeypatch: pytest.MonkeyPatch, spare: int | str) 
         assert own.plan.mesh == alone.mesh
         assert own.plan.prediction == alone.prediction
     assert found.num_captures == 2
+
+
+def test_an_error_of_a_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever meets it: this process or a fork, whose job is done here again."""
+
+    def failing(searches: SizedSearches, size: Any, known: Any) -> Any:
+        raise AutoparError(f"no plan for {size}")
+
+    monkeypatch.setattr(SizedSearches, "nearby", failing)
+    monkeypatch.setattr(planning_sizes, "spare_cores", lambda: 1)
+    source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
+    running = threading.active_count()
+    with pytest.raises(AutoparError, match="no plan for"):
+        find_plans(source.meta_model(), cluster, source.meta_inputs, (16, 32), (256, 1024), pin_degrees=True)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == running
 
 
 def test_batches_that_do_not_divide() -> None:
