@@ -136,7 +136,7 @@ def run(given: argparse.Namespace, place: str, procs: Path | None) -> dict[str, 
         environment = os.environ | {
             "RANK": str(rank), "WORLD_SIZE": str(given.ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(given.ranks),
-            "THP_MEM_ALLOC_ENABLE": "1",  # as autopar train has it
+            "THP_MEM_ALLOC_ENABLE": "1",  # as autopar train --disk has it
         }  # fmt: skip
 
         def enter() -> None:

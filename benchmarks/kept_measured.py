@@ -21,8 +21,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As the command ``autopar`` does: without large pages half of what recomputation takes here is page faults.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch

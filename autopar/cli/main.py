@@ -15,8 +15,10 @@ def main() -> None:
     # What imports and capture make is there to stay. Looking through it for garbage takes a sixth of a search, and a
     # search leaves less than a tenth of its memory behind; commands that train collect as usual.
     gc.disable()
-    # Before torch's first tensor: large ones on CPUs are in pages of 2 MiB, where the system has them.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if any(word.partition("=")[0] == "--disk" for word in sys.argv):
+        # Memory that tensors free is given back where state is on disk. Before torch's first tensor: large ones on CPUs
+        # are in pages of 2 MiB, where the system has them, of which there are fewer to ask for again.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "--keep-alive" in sys.argv:  # before torch is imported
         # Of a store that is lost torch warns with a stack of C++ for each call; supervisors say it in a line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import sys
@@ -20,6 +19,7 @@ from autopar.ir.errors import DiskError, PlanMismatch
 from autopar.runtime.disk.blocks import DiskBlock, DiskBlocks
 from autopar.runtime.disk.mover import Mover, Traffic
 from autopar.runtime.disk.steps import BlockSteps
+from autopar.runtime.freed_memory import give_back_freed_memory
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.state import Stored
@@ -27,9 +27,6 @@ from autopar.runtime.zero import ZeroEngine
 
 # Seconds between two times that what has changed is brought to the disk while a checkpoint is read.
 _FLUSH_S = 0.5
-
-# M_MMAP_THRESHOLD of mallopt(3), and from how many bytes on a tensor has memory of its own.
-_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 
 T = TypeVar("T")
 
@@ -47,7 +44,7 @@ class DiskState:
         self._mover = Mover(disk_folder(Path(folder)))
         # Says where, if a page cannot be read that nothing has read ahead.
         faulthandler.enable()
-        _give_back_what_is_freed()
+        give_back_freed_memory()
         self._stages: list[DiskBlocks] = []
         self._steps: BlockSteps | None = None
         self._to_fill: dict[DiskBlock, set[str]] = {}
@@ -175,17 +172,6 @@ def disk_state(
         found.add(stage.zero, names, summed, prefetch)
     found.start()
     return found
-
-
-def _give_back_what_is_freed() -> None:
-    """Have glibc give memory of large tensors back to the system as they are freed.
-
-    It raises the size from which it does so with every tensor that is freed, to 32 MiB; with blocks below that a
-    process on a CPU held 2 GiB where 0.5 were in use. Another C library has no such function, or does so anyway.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def disk_folder(path: Path) -> Path:

@@ -1,0 +1,44 @@
+"""What the C library does with memory of the host that tensors have freed: keep it for the next ones, or give it back.
+
+Left alone, glibc gives back what is free at the end of its heap, and takes the largest tensors outside of it. So a step
+that frees what it has kept for backward is given new pages by the kernel in the next one, each of which is filled with
+zeros first: a tenth of a step on CPUs (docs/launching.md). Another C library has no such choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+# Parameters of mallopt(3): from how many free bytes on the end of the heap is given back; from how many bytes on a
+# tensor is outside of it; how many of those there may be.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+# With these variables the user has chosen.
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+# As glibc has them at first.
+_TRIMMED_BYTES, _MANY = 1 << 17, 1 << 16
+# From here on memory of a tensor is given back.
+_LARGE_BYTES = 1 << 20
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep it, unless the environment says what it is to do."""
+    if not any(name in os.environ for name in _VARIABLES):
+        _set({_TRIM_THRESHOLD: 2**31 - 1, _MMAP_MAX: 0})
+
+
+def give_back_freed_memory() -> None:
+    """Have glibc give memory of large tensors back to the system as they are freed.
+
+    Where state is on disk there is little memory. Left alone, glibc raises the size from which it gives memory back
+    with every tensor that is freed, to 32 MiB; with blocks below that a process on a CPU held 2 GiB where 0.5 were in
+    use.
+    """
+    _set({_TRIM_THRESHOLD: _TRIMMED_BYTES, _MMAP_MAX: _MANY, _MMAP_THRESHOLD: _LARGE_BYTES})
+
+
+def _set(choices: dict[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in choices.items():
+            mallopt(parameter, value)
