@@ -1,6 +1,6 @@
 """Plans for several batches and lengths from one capture, and which plan is best over a mixture of lengths.
 
-captured once, with symbols  ->  the least, the most and medium work, in full  ->  the other sizes, from their plans
+captured once, with symbols  ->  the least and the most work, searched in full  ->  the sizes between, from their plans
 every plan at every length   ->  the one with the least seconds over the steps of a mixture
 
 Where there are cores for it, forks of this process take part. What a size is searched from does not depend on who does

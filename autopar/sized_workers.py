@@ -31,7 +31,7 @@ class Workers:
         # What a fork does is not shown: it shares the terminal.
         unseen = replace(searches, progress=lambda doing, share=None: None)
         self._forks = [Helper(lambda name, *arguments: (getattr(unseen, name)(*arguments),)) for _ in range(num_forks)]
-        self._whose: dict[int | None, _Worker] = {}
+        self._owners: dict[int | None, _Worker] = {}
 
     def stop(self) -> None:
         """End the forks."""
@@ -41,7 +41,7 @@ class Workers:
     def nearby(self, begins_with: Mapping[Size, Sequence[Size]], found: Mapping[Size, Found]) -> dict[Size, Found]:
         """``found``, and the best plan for every size of ``begins_with``, searched from the plans for those that it
         lists: the best few of two, the best one of more. The first sizes are searched for first."""
-        jobs = _Jobs(left=begins_with, found=dict(found), length_of=lambda size: size[1], whose=self._whose)
+        jobs = _Jobs(depends_on=begins_with, found=dict(found), length_of=lambda size: size[1], owners=self._owners)
 
         def known(size: Size) -> tuple[Any, ...]:
             others = begins_with[size]
@@ -53,8 +53,8 @@ class Workers:
 
     def times_s(self, plans: Sequence[Plan], lengths: Sequence[int | None]) -> dict[int | None, list[float]]:
         """By length, the seconds of a step of each plan; infinite where it does not fit."""
-        left = dict.fromkeys(lengths, ())
-        jobs = _Jobs(left=left, found={}, length_of=lambda length: length, whose=self._whose, strict=True)
+        depends_on = dict.fromkeys(lengths, ())
+        jobs = _Jobs(depends_on=depends_on, found={}, length_of=lambda length: length, owners=self._owners, strict=True)
         self._run("times_s", jobs, lambda length: (plans, length))
         return jobs.found
 
@@ -64,7 +64,7 @@ class Workers:
         return [answer[0] for answer in answers if answer is not None]
 
     def _run(self, name: str, jobs: _Jobs, arguments: Callable[[Any], tuple[Any, ...]]) -> None:
-        """Do all jobs. What a fork fails at, or leaves, is done here, where an error is raised."""
+        """Run every job. This process runs those that a fork fails at, and raises their errors."""
 
         def beside(fork: Helper) -> None:
             while (job := jobs.take(fork)) is not None:
@@ -91,39 +91,39 @@ class Workers:
 class _Jobs:
     """Jobs of one kind, for threads that each have a worker.
 
-    left: by job, those that have to be found before. found: their results. whose: who was first to work at a length.
-    strict: they are for that worker alone.
+    depends_on: by job, those whose results have to be there before. found: the results. owners: by length, the worker
+    that was first to run a job of it. strict: only the owner runs a job.
     """
 
-    left: Mapping[Any, Sequence[Any]]
+    depends_on: Mapping[Any, Sequence[Any]]
     found: dict[Any, Any]
     length_of: Callable[[Any], int | None]
-    whose: dict[int | None, _Worker]
+    owners: dict[int | None, _Worker]
     strict: bool = False
     _changed: Condition = field(default_factory=Condition)
 
     def __post_init__(self) -> None:
-        self._open = dict.fromkeys(self.left)
+        self._open = dict.fromkeys(self.depends_on)
         self._num = len(self.found) + len(self._open)
 
     def take(self, worker: _Worker) -> tuple[Any] | None:
         """A job, as soon as there is one for this worker; None if all are done."""
         with self._changed:
             while len(self.found) < self._num:
-                ready = [job for job in self._open if all(other in self.found for other in self.left[job])]
+                ready = [job for job in self._open if all(other in self.found for other in self.depends_on[job])]
                 best = min(ready, key=lambda job: self._rank(job, worker), default=None)
                 if ready and not (self.strict and self._rank(best, worker) == 2):
                     del self._open[best]
-                    self.whose.setdefault(self.length_of(best), worker)
+                    self.owners.setdefault(self.length_of(best), worker)
                     return (best,)
                 self._changed.wait()
         return None
 
     def _rank(self, job: Any, worker: _Worker) -> int:
         length = self.length_of(job)
-        if length not in self.whose:
+        if length not in self.owners:
             return 1
-        return 0 if self.whose[length] is worker else 2
+        return 0 if self.owners[length] is worker else 2
 
     def note(self, job: Any, result: Any) -> None:
         """Note the result of a job."""
@@ -138,10 +138,10 @@ class _Jobs:
             self._changed.notify_all()
 
     def give_up(self, job: Any, worker: _Worker) -> None:
-        """Leave a job, and all that this worker would have done, to this process."""
+        """Leave a job, and the lengths that this worker owns, to this process."""
         with self._changed:
             self._open[job] = None
-            self.whose.update({length: None for length, own in self.whose.items() if own is worker})
+            self.owners.update({length: None for length, own in self.owners.items() if own is worker})
             self._changed.notify_all()
 
 

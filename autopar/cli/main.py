@@ -12,8 +12,7 @@ from autopar.supervision.local_workers import is_to_wait, wait_for_supervisor
 
 def main() -> None:
     """Runs the command line. Exit code 2 and one message for what a user can mend, without a traceback."""
-    # What imports and capture make is there to stay. Looking through it for garbage takes a sixth of a search, and a
-    # search leaves less than a tenth of its memory behind; commands that train collect as usual.
+    # From the imports on, for the reason that autopar.garbage gives; commands that train collect as usual.
     gc.disable()
     if any(word.partition("=")[0] == "--disk" for word in sys.argv):
         # Memory that tensors free is given back where state is on disk. Before torch's first tensor: large ones on CPUs
