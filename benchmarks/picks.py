@@ -4,7 +4,9 @@
 
 Of each pick: the plan, its predicted step, and why: the fastest plan that the search found of the other kind, with a
 pipeline where the pick has none and without where it has one, how much longer it would take, and the largest parts of
-the difference. Nothing runs; no GPU is needed. The devices are whole nodes or racks, as people rent them.
+the difference. Of each, the share of its step in which parameters are gathered and gradients scattered, overlapped or
+not: ``zero3_runs.py`` has the same of runs that were published. Nothing runs; no GPU is needed. The devices are whole
+nodes or racks, as people rent them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from autopar.search.outer.configuration import Candidate
 from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
 from autopar.units import seconds
+from benchmarks.zero3_runs import synchronising_s
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Stack -> its recipe of 8-bit floats: ours has one scale a row, Megatron's one a tensor.
@@ -114,7 +117,8 @@ def why(result: SearchResult) -> str:
     changes = {name: parts.get(name, 0.0) - pick.breakdown_s.get(name, 0.0) for name in {*parts, *pick.breakdown_s}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:NAMED]
     named = ", ".join(f"{name.replace('_', ' ')} {'+' if s > 0 else '−'}{seconds(abs(s))}" for name, s in largest)
-    return f"{kind}, {own.num_microbatches} microbatches: {step_s / pick.step_time_s - 1:+.0%} ({named})"
+    moving = f"moving parameters {synchronising_s(other.predicted) / step_s:.0%}"
+    return f"{kind}, {own.num_microbatches} microbatches: {step_s / pick.step_time_s - 1:+.0%} ({named}), {moving}"
 
 
 def picked(name: str, gpus: list[str], stacks: list[str]) -> list[str]:
@@ -133,13 +137,14 @@ def picked(name: str, gpus: list[str], stacks: list[str]) -> list[str]:
             try:
                 found = search_captured(captured, cluster, Constraints(precision=compute, recipes=recipes))
             except AutoparError as error:
-                lines.append(f"| {name} | {gpu} | {stack} | {precision} | {str(error).splitlines()[0]} | | | |")
+                lines.append(f"| {name} | {gpu} | {stack} | {precision} | {str(error).splitlines()[0]} | | | | |")
                 continue
             prediction = found.plan.prediction
             assert prediction is not None
             lines.append(
                 f"| {name} | {case.devices[gpu]} {gpu} | {stack} | {precision} | {one_line(found.plan)}, "
-                f"{remat_level(found.plan)} | {seconds(prediction.step_time_s)} | {prediction.mfu:.0%} | {why(found)} |"
+                f"{remat_level(found.plan)} | {seconds(prediction.step_time_s)} | {prediction.mfu:.0%} | "
+                f"{synchronising_s(found.predicted) / prediction.step_time_s:.0%} | {why(found)} |"
             )
             print(f"{lines[-1]} {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return lines
@@ -153,8 +158,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     names = options.models.split(",")
-    print("| model | devices | stack | precision | pick | step | MFU | fastest of the other kind |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("| model | devices | stack | precision | pick | step | MFU | moving parameters | fastest of the other kind |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         asked = itertools.repeat(options.gpus.split(",")), itertools.repeat(options.stacks.split(","))
         for lines in pool.map(picked, names, *asked):
