@@ -23,9 +23,9 @@ from autopar.report.words import one_line
 from autopar.search.predict.predict import Predicted
 from autopar.units import seconds
 from benchmarks.published_models import captured_of
-from benchmarks.published_predictions import under_its_plan
+from benchmarks.published_predictions import devices_of, under_its_plan
 from benchmarks.published_rows import Missing, Row, read_rows
-from benchmarks.published_software import step_time_s
+from benchmarks.published_software import gathers_in_place, in_place_s, step_time_s
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,7 +42,8 @@ def synchronising_s(predicted: Predicted) -> float:
 def is_asked(row: Row) -> bool:
     """Whether a row is a step time of ZeRO-3 alone or beside tensor and context parallelism, over several nodes."""
     try:
-        return not row.is_memory and not row.unprinted and row.constraints().zero == 3 and row.number("pp", 1) == 1
+        whole = not row.is_memory and not row.unprinted and row.number("pp", 1) == 1
+        return whole and row.constraints().zero == 3 and row.number("n_gpus") > devices_of(row).gpus_per_node
     except Missing:
         return False
 
@@ -51,8 +52,11 @@ def line(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> str:
     captured = captured_of(row, known)
     found = under_its_plan(row, captured)
     reported, plan = row.reported(), found.plan
-    moving, predicted = synchronising_s(found.predicted), step_time_s(row, captured, plan, found.predicted)
-    hidden = 1 - found.predicted.breakdown_s.get("gradient_sync", 0.0) / moving if moving else 0.0
+    predicted = step_time_s(row, captured, plan, found.predicted)
+    moving, shown = synchronising_s(found.predicted), found.predicted.breakdown_s.get("gradient_sync", 0.0)
+    if gathers_in_place(row):
+        moving = shown = in_place_s(row, captured, plan)
+    hidden = 1 - shown / moving
     return (
         f"| {row.id} | {row.model} | {row.number('n_gpus')} {row.gpu} | {one_line(plan)} | {seconds(reported)} | "
         f"{moving / reported:.0%} | {hidden:.0%} | {100 * (predicted / reported - 1):+.1f} % |"
