@@ -44,6 +44,7 @@ from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.hardware.cluster import Cluster, Pods
 from autopar.cost_model.hardware.device import GB, MIB, Disk, Link, MatmulRate
 from autopar.cost_model.hardware.failure_rates import Reliability
+from autopar.cost_model.hardware.functions import ElementTime, FunctionName, by_gelu
 from autopar.cost_model.hardware.slowest_node import slowest_of
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.ir.bounded_text import bad_fields, parse_yaml
@@ -205,12 +206,13 @@ class ClusterDescription(_Model):
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
     large elementwise kernels; bandwidth_by_mib: MiB that a kernel reads and writes -> GB/s that it achieves, where they
-    are not the same for all. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
-    element. stack: the software whose kernels count where no figure is measured. optimizer_gb_s: achieved by a fused
-    AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
-    root of the time. host_gb_s: achieved between host and device; host_memory_gb: of one GPU's share, for what is
-    offloaded. storage_gb_s: of checkpoints that all ranks write or
-    read together. spares: nodes in reserve beyond those of ``num_gpus``; without it as many are taken as are worth it.
+    are not the same for all. launch_us: floor of the time of a kernel. functions_ns: of an element, an exponential or
+    the like, forward and backward; transcendental_ns: of a GELU by tanh, of which the others take a share. stack: the
+    software whose kernels count where no figure is measured. optimizer_gb_s: achieved by a fused AdamW. jitter_us: by
+    which the slowest of the ranks is late after a millisecond of equal work; it grows with the root of the time.
+    host_gb_s: achieved between host and device; host_memory_gb: of one GPU's share, for what is offloaded.
+    storage_gb_s: of checkpoints that all ranks write or read together. spares: nodes in reserve beyond those of
+    ``num_gpus``; without it as many are taken as are worth it.
     """
 
     gpu: str | None = None
@@ -227,7 +229,8 @@ class ClusterDescription(_Model):
     memory_bandwidth_gb_s: PositiveFloat | None = None
     bandwidth_by_mib: dict[PositiveFloat, PositiveFloat] = {}
     launch_us: Annotated[float, Field(ge=0)] | None = None
-    transcendental_ns: Annotated[float, Field(ge=0)] | None = None
+    functions_ns: dict[FunctionName, tuple[NonNegativeFloat, NonNegativeFloat]] = {}
+    transcendental_ns: NonNegativeFloat | None = None
     optimizer_gb_s: PositiveFloat | None = None
     jitter_us: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
@@ -295,7 +298,10 @@ class ClusterDescription(_Model):
         if self.launch_us is not None:
             device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
         if self.transcendental_ns is not None:
-            device = replace(device, transcendental_s=self.transcendental_ns * 1e-9)
+            device = replace(device, functions=by_gelu(self.transcendental_ns * 1e-9))
+        if self.functions_ns:
+            measured = {name: ElementTime(*(1e-9 * ns for ns in own)) for name, own in self.functions_ns.items()}
+            device = replace(device, functions=tuple((dict(device.functions) | measured).items()))
         if self.optimizer_gb_s is not None:
             device = replace(device, optimizer_bandwidth=self.optimizer_gb_s * GB)
         if self.jitter_us is not None:

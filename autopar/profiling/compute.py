@@ -1,8 +1,9 @@
-"""Matrix products by shape, attention, memory traffic, an optimiser step, a GELU and the floor of a kernel."""
+"""Matrix products by shape, attention, memory traffic, functions of elements, an optimiser step and the floor of
+a kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.cost_model.communication.gradient_sync import ADAMW_BYTES
+from autopar.cost_model.hardware.functions import ElementTime, FunctionName
 from autopar.profiling.clock import Clock
 from autopar.profiling.samples import AttentionRun, Product, Samples, Traffic
 
@@ -32,6 +34,8 @@ _CPU_PRODUCTS = (
     *((thin, 256, 256) for thin in (16, 64)),
     (512, 300, 256),
     (2048, 1024, 256),
+    (1024, 3072, 768),
+    (2048, 2048, 1024),
 )
 
 
@@ -47,6 +51,24 @@ _LONGER = 3
 
 # Operands of a product that are used in turn.
 _CACHE_BYTES, _MOST_COPIES = 64 << 20, 16
+
+_FUNCTIONS: Mapping[FunctionName, Callable[[Tensor], Tensor]] = {
+    "cos": torch.cos,
+    "elu": functional.elu,
+    "erf": torch.erf,
+    "exp": torch.exp,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "log": torch.log,
+    "log_softmax": partial(functional.log_softmax, dim=-1),
+    "mish": functional.mish,
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "sin": torch.sin,
+    "softmax": partial(functional.softmax, dim=-1),
+    "softplus": functional.softplus,
+    "tanh": torch.tanh,
+}
 
 # That an optimiser has.
 _PARAMETERS = 16
@@ -83,7 +105,9 @@ def measure_compute(
         samples.traffic.append(_normalised(lone, x.view(-1, 256)))
     samples.optimizer.append(_optimised(lone))
     samples.launch_s = _floor(lone)
-    samples.transcendental_s = _transcendental(lone)
+    if not gpu:
+        progress("functions of elements")
+        samples.functions |= {name: _function(clock, taken) for name, taken in _FUNCTIONS.items()}
 
 
 @dataclass(slots=True)
@@ -159,15 +183,13 @@ def _optimised(clock: Clock) -> Traffic:
     return Traffic(ADAMW_BYTES * numel * _PARAMETERS, clock.time(optimizer.step))
 
 
-def _transcendental(clock: Clock) -> float:
-    """Seconds of a GELU for each element, on average of forward and backward."""
-    x = torch.randn(1 << (24 if clock.device.type == "cuda" else 19), device=clock.device, requires_grad=True)
-    grad = torch.ones_like(x)
-
-    def run() -> None:
-        torch.autograd.grad(functional.gelu(x, approximate="tanh"), x, grad)
-
-    return clock.time(run) / (2 * x.numel())
+def _function(clock: Clock, taken: Callable[[Tensor], Tensor]) -> ElementTime:
+    """Seconds of an element that a function is taken of, in a tensor as large as a layer's: alone, and its gradient."""
+    x = torch.rand(1 << 12, 1 << 9, device=clock.device) + 0.5
+    with_gradient, grad = x.clone().requires_grad_(), torch.ones_like(x)
+    forward_s = clock.time(partial(taken, x))
+    both_s = clock.time(lambda: torch.autograd.grad(taken(with_gradient), with_gradient, grad))
+    return ElementTime(forward_s / x.numel(), max(0.0, both_s - forward_s) / x.numel())
 
 
 def _floor(clock: Clock, count: int = 100) -> float:

@@ -6,11 +6,13 @@ Times are fitted in proportion: an error of 10 % counts alike whether it is of a
     collective   base + rounds * hop + factor(kind) * bytes each rank sends / bandwidth      for each kind of link
 
 ``efficiency`` is the median over the products, for the depth at which half the rate is reached that leaves the least
-error. The terms of a link are the non-negative ones of least absolute relative error, so that a few messages that a
-busy machine delayed do not count; ``factor`` is 1 for an all-reduce. A link that one device of a node has for itself is
-faster by the ratio of the sends. What of an all-reduce can overlap with compute is what the two at once save, as
-``gradient_sync.exposed_time`` counts it. Ranks wait for each other as long as a small all-reduce takes between
-computations more than by itself, which is taken to grow with the root of the time that they compute.
+error. On a core it is the median of the time that they take: steps are made of the large ones, and what small ones lose
+at the edges of tiles and gain by caches depends on the library. The terms of a link are the non-negative ones of least
+absolute relative error, so that a few messages that a busy machine delayed do not count; ``factor`` is 1 for an
+all-reduce. A link that one device of a node has for itself is faster by the ratio of the sends. What of an all-reduce
+can overlap with compute is what the two at once save, as ``gradient_sync.exposed_time`` counts it. Ranks wait for each
+other as long as a small all-reduce takes between computations more than by itself, which is taken to grow with the root
+of the time that they compute.
 """
 
 from __future__ import annotations
@@ -81,9 +83,10 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
     if device.bandwidth_by_size:
         rates_by_size = {_rounded(size / MIB): _rounded(rate / GB) for size, rate in device.bandwidth_by_size}
         found["bandwidth_by_mib"] = rates_by_size
-    # Forward and backward of float32 read and write ten bytes an element on average.
-    if samples.transcendental_s > 2 * 10 / traffic:
-        found["transcendental_ns"] = _rounded(samples.transcendental_s * 1e9)
+    if samples.functions:
+        found["functions_ns"] = {
+            name: [_rounded(1e9 * seconds) for seconds in own] for name, own in samples.functions.items()
+        }
     if samples.optimizer:
         found["optimizer_gb_s"] = _rounded(median(run.num_bytes / run.seconds for run in samples.optimizer) / GB)
     if samples.waited:
@@ -127,7 +130,12 @@ def best_half_depth(products: list[Product], device: Device) -> float:
 
 def _achieved(products: list[Product], device: Device) -> float:
     """FLOP/s of an endless product."""
-    return float(np.median(_endless_rates(products, device)))
+    rates = _endless_rates(products, device)
+    if not device.is_cpu:
+        return float(np.median(rates))
+    order = np.argsort(rates)
+    taken = np.cumsum([products[number].seconds for number in order])
+    return float(rates[order[np.searchsorted(taken, taken[-1] / 2)]])
 
 
 def _endless_rates(products: list[Product], device: Device) -> Floats:

@@ -11,6 +11,7 @@ from typing import TypeVar, get_args
 from autopar.cost_model.cluster_file import Kind
 from autopar.cost_model.hardware.cluster import Group
 from autopar.cost_model.hardware.device import ITEMSIZE
+from autopar.cost_model.hardware.functions import ElementTime, FunctionName
 from autopar.ir.redistribution import Collective
 
 # Kinds of communication that are measured: four collectives, a send between neighbours, and what FSDP issues.
@@ -117,7 +118,7 @@ class Samples:
     overlapped: list[Overlapped] = field(default_factory=list)
     waited: list[Waited] = field(default_factory=list)
     launch_s: float = 0.0
-    transcendental_s: float = 0.0
+    functions: dict[FunctionName, ElementTime] = field(default_factory=dict)
 
     @classmethod
     def typical(cls, passes: list[Samples]) -> Samples:
@@ -132,7 +133,10 @@ class Samples:
             overlapped=[one for samples in passes for one in samples.overlapped],
             waited=[one for samples in passes for one in samples.waited],
             launch_s=median(one.launch_s for one in passes),
-            transcendental_s=median(one.transcendental_s for one in passes),
+            functions={
+                name: ElementTime(*map(median, zip(*(one.functions[name] for one in passes), strict=True)))
+                for name in passes[0].functions
+            },
         )
 
 

@@ -1,6 +1,6 @@
 """Roofline of one op on one rank, forward and backward.
 
-    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth, elements * transcendental) + launches
+    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth, elements * function) + launches
     backward = the same over what the gradient computation does
 
 What a matrix product achieves depends on its local shape (``matmul_efficiency``), of each product of the backward on
@@ -67,11 +67,12 @@ from autopar.cost_model.compute.scans import is_scan, launches_of_scan
 from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
     WORK,
+    Function,
     MovedTensor,
     extra_passes,
+    function_time,
     moved_tensor,
     passes_of_rotation,
-    transcendental_elements,
 )
 from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
@@ -111,7 +112,7 @@ class OpCost:
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
     accumulated_in_place, accumulated_out_of_place: operands with an earlier use, whose gradients autograd accumulates,
     in a gradient or in a new tensor.
-    elements: of the first operand, weighted, where a transcendental function of them is taken.
+    function: that is taken of elements of the first operand.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
     casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
@@ -146,7 +147,7 @@ class OpCost:
     slowdown: float = 1.0
     accumulated_in_place: tuple[MovedTensor, ...] = ()
     accumulated_out_of_place: tuple[MovedTensor, ...] = ()
-    elements: MovedTensor | None = None
+    function: Function | None = None
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
     balanced: bool = False
@@ -293,13 +294,13 @@ class OpCost:
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
-            efficiency=rates[0] if attention else rate.efficiency * (device.stack.grouped if experts else 1.0),
+            efficiency=rates[0] if attention else rate.efficiency * (device.grouped if experts else 1.0),
             launches=AROUND_EXPERTS if experts else launches,
             of_an_expert=of_an_expert,
             slowdown=slowdown,
             accumulated_in_place=in_place,
             accumulated_out_of_place=out_of_place,
-            elements=transcendental_elements(node, rule, batch_factor),
+            function=Function.of(node, rule, batch_factor),
             sight=sight,
             lengths=(queries, keys),
             balanced=balanced,
@@ -351,19 +352,18 @@ class OpCost:
                         of_order = max(of_order, self.device.memory_seconds(added * product.flops / self.flops))
                     computing_back += of_order
             computing_back *= self.slowdown
-        forward = backward = functions = 0.0
-        if self.elements is not None:
-            functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
+        forward = backward = 0.0
+        taken, taken_back = function_time(self.function, self.device, degrees, num_microbatches)
         if not self.free:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
-            forward = self._together(computing, self.device.kernel_seconds(moved), functions) + launch + by_document
+            forward = self._together(computing, self.device.kernel_seconds(moved), taken) + launch + by_document
             forward += self._between(0, degrees, num_microbatches, most)
             forward += self.device.memory_seconds(self._moved(self.casts, degrees, num_microbatches, 1.0))
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
             backward = (
-                self._together(computing_back, self.device.kernel_seconds(moved), functions)
+                self._together(computing_back, self.device.kernel_seconds(moved), taken_back)
                 + launch_back
                 + by_document_back
                 + self._between(1, degrees, num_microbatches, most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.compute.scans import elements_of_scan, is_scan
 from autopar.cost_model.hardware.device import Device
+from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, FunctionName
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule, TensorFactors
@@ -19,25 +21,8 @@ from autopar.ir.rule import FactorRule, TensorFactors
 # there are squares, their mean, the two products; backward seven kernels that read or write 19 tensors.
 _EXTRA_BYTES_ON_CPU = {"cross_entropy": (12.0, 16.0), "rms_norm": (20.0, 64.0)}
 
-# Ops that take an exponential, a hyperbolic tangent or the like of each element of their first operand: time of an
-# element, forward and backward, over that of a GELU by tanh. Measured on a core with AVX-512, where most of them are
-# vectors and hardly take longer than their memory. Another GELU than that takes the second figure.
-_TRANSCENDENTAL = {
-    "cross_entropy": 0.5,
-    "elu": 0.7,
-    "erf": 0.8,
-    "exp": 0.25,
-    "gelu": 1.0,
-    "log": 0.7,
-    "log_softmax": 0.5,
-    "mish": 2.5,
-    "sigmoid": 0.3,
-    "silu": 0.3,
-    "softmax": 0.4,
-    "softplus": 0.75,
-    "tanh": 0.3,
-}
-_GELU_BY_ERF = 0.4
+# Ops that take a function of each element of their first operand, where it has another name.
+_FUNCTION_OF = {"cross_entropy": "log_softmax"}
 
 # An addition reads two tensors and writes one.
 PASSES_OF_ADDITION = 3
@@ -72,15 +57,33 @@ def moved_tensor(value: torch.Tensor, factors: TensorFactors, precision: str, ba
     return MovedTensor(float(value.numel() * itemsize), names, carries_batch, itemsize)
 
 
-def transcendental_elements(node: fx.Node, rule: FactorRule, batch_factor: str | None) -> MovedTensor | None:
-    """Elements that an op takes an exponential or the like of, weighted by how long one takes."""
-    weight = _TRANSCENDENTAL.get(op_name(node))
-    if weight is None:
-        return None
-    if op_name(node) == "gelu" and node.kwargs.get("approximate", "none") != "tanh":
-        weight = _GELU_BY_ERF
-    names = frozenset(f for dim in rule.operands[0] for f in dim)
-    return MovedTensor(weight * tensor_operands(node)[0].meta["val"].numel(), names, batch_factor in names)
+class Function(NamedTuple):
+    """A function that an op takes of elements."""
+
+    name: FunctionName
+    elements: MovedTensor
+
+    @classmethod
+    def of(cls, node: fx.Node, rule: FactorRule, batch_factor: str | None) -> Function | None:
+        """Of an op's first operand; None of one that takes none."""
+        name = _FUNCTION_OF.get(op_name(node), op_name(node))
+        if name == "gelu" and node.kwargs.get("approximate", "none") == "tanh":
+            name = "gelu_tanh"
+        if name not in FUNCTIONS:
+            return None
+        names = frozenset(f for dim in rule.operands[0] for f in dim)
+        numel = tensor_operands(node)[0].meta["val"].numel()
+        return cls(name, MovedTensor(float(numel), names, batch_factor in names))
+
+
+def function_time(
+    function: Function | None, device: Device, degrees: dict[str, int], num_microbatches: int
+) -> ElementTime:
+    """Seconds of a function of one microbatch on a rank, forward and backward; 0 without one."""
+    if function is None:
+        return ElementTime()
+    local = function.elements.local(degrees, num_microbatches)
+    return ElementTime(*(local * seconds for seconds in device.function_time(function.name)))
 
 
 def extra_passes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 
+from autopar.cost_model.hardware.functions import ElementTime, FunctionName, Functions
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
 from autopar.cost_model.stacks.attention_rate import AttentionKernel, by_logarithm
 from autopar.cost_model.stacks.known import AUTOPAR
@@ -120,8 +121,7 @@ class Device:
     is_cpu: whether it is a core of the host. Nothing runs beside its compute; what a matrix product reads and writes
     adds to its time and does not hide behind it; experts are computed one after the other; and all-gathers and
     reduce-scatters of a model are all-to-alls, as in ``ir.primitives.group_communication``.
-    transcendental_s: of a GELU by tanh for each element, on average of forward and backward; other functions take a
-    share of it. 0 where they take no longer than reading and writing it.
+    functions: of an element, exponentials and the like, where they take longer than reading and writing it.
     optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
     jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
     adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``). disk: None if it has
@@ -139,7 +139,7 @@ class Device:
     tiling: Tiling
     host: Host
     is_cpu: bool = False
-    transcendental_s: float = 0.0
+    functions: Functions = ()
     optimizer_bandwidth: float | None = None
     bandwidth_by_size: tuple[tuple[float, float], ...] = ()
     jitter_s: float = 0.0
@@ -189,9 +189,18 @@ class Device:
             return num_bytes / by_logarithm(self.bandwidth_by_size, num_bytes)
         return self.memory_seconds(num_bytes)
 
+    def function_time(self, name: FunctionName) -> ElementTime:
+        """Seconds of an element of which a kernel takes a function; 0 where its memory takes longer."""
+        return next((own for known, own in self.functions if known == name), ElementTime())
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         """Seconds in which a fused optimiser step reads and writes ``num_bytes`` of device memory."""
         return num_bytes / (self.optimizer_bandwidth or self.memory_bandwidth * self.memory_efficiency)
+
+    @property
+    def grouped(self) -> float:
+        """Rate of the products of experts, of that of one product as large. On a core each is a product of its own."""
+        return 1.0 if self.is_cpu else self.stack.grouped
 
     @property
     def may_keep_on_host(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import Device, Link, MatmulRate
+from autopar.cost_model.hardware.functions import slowest as slowest_functions
 
 
 def slowest_of(clusters: Sequence[Cluster], num_nodes: int) -> Cluster:
@@ -40,7 +41,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         memory_efficiency=memory.memory_efficiency,
         bandwidth_by_size=memory.bandwidth_by_size,
         kernel_launch_s=max(device.kernel_launch_s for device in devices),
-        transcendental_s=max(device.transcendental_s for device in devices),
+        functions=slowest_functions(device.functions for device in devices),
         jitter_s=max(device.jitter_s for device in devices),
         host=replace(host.host, memory_bytes=min(device.host.memory_bytes for device in devices)),
         disk=None if None in disks else min(filter(None, disks), key=lambda disk: disk.seconds(1.0, 1.0)),

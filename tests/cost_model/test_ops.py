@@ -17,6 +17,7 @@ from autopar.cost_model.compute.expert_imbalance import share_of_busiest
 from autopar.cost_model.compute.flops import is_contraction, op_name
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.hardware.functions import ElementTime
 from autopar.cost_model.stacks.attention_kernels import FLASH2_AMPERE
 from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.analysis.views import is_view
@@ -212,6 +213,14 @@ def test_a_product_of_few_rows_takes_as_long_as_the_gradient_that_it_adds_to(row
     assert alone == OpCost.of(node, rule_for(node), plain, precision="bf16", batch_factor="d0").time((None,), ONE)
 
 
+def test_experts_on_a_core_reach_the_rate_of_other_products() -> None:
+    core = make_cluster("cpu", 1, 1).device
+    assert core.stack.grouped < 1.0
+    node, other = moe(4096, 1), linear(8, 512, 1024, 4096)
+    own = OpCost.of(node, rule_for(node), core, precision="fp32")
+    assert own.efficiency == OpCost.of(other, rule_for(other), core, precision="fp32").efficiency
+
+
 def test_experts_on_streams_have_kernels_of_their_own() -> None:
     node = moe(1 << 15, 64)
     device = make_cluster("h100-sxm", 8, stack=find_stack("megatron-core-2025")).device
@@ -267,6 +276,23 @@ def test_on_a_core_products_wait_for_memory() -> None:
             cpu.memory_seconds(4 * (8 * 512 * 1024 + 1024 * 4096 + 8 * 512 * 4096)),
         )
     )
+
+
+def test_a_function_of_elements_takes_longer_than_their_memory() -> None:
+    """By name, forward and backward; a GELU by tanh is another than one by the error function."""
+    measured = {"gelu": ElementTime(10e-9, 30e-9), "gelu_tanh": ElementTime(50e-9, 70e-9)}
+    core = replace(make_cluster("cpu", 1, 1).device, functions=tuple(measured.items()))
+    elements = 1 << 20
+
+    def of(node: fx.Node) -> tuple[float, float]:
+        time = op_time(node, rule_for(node), (None,), ONE, core)
+        return time.forward_s / elements, time.backward_s / elements
+
+    by_erf, by_tanh = (call(aten.gelu.default, (1 << 10, 1 << 10), **how) for how in ({}, {"approximate": "tanh"}))
+    assert of(by_erf) == pytest.approx((10e-9, 30e-9), rel=0.02)
+    assert of(by_tanh) == pytest.approx((50e-9, 70e-9), rel=0.02)
+    hidden = op_time(by_tanh, rule_for(by_tanh), (None,), ONE, A100)
+    assert hidden == op_time(by_erf, rule_for(by_erf), (None,), ONE, A100)
 
 
 def test_bias_adds_no_product() -> None:

@@ -11,6 +11,7 @@ from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.cost_model.communication.collectives import collective_time, lost_beside, point_to_point_time
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import MIB
+from autopar.cost_model.hardware.functions import ElementTime
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.mesh import Mesh
 from autopar.profiling.compare import compare
@@ -151,6 +152,32 @@ def test_a_pass_in_which_the_machine_was_busy_does_not_count() -> None:
     fitted = cluster_from_dict(description_of(found, make_cluster("a100", 32), "a100-80gb"))
     assert fitted.device.jitter_s == pytest.approx(1e-3)
     assert fitted.device.kernel_launch_s == pytest.approx(5e-6, rel=1e-3)
+
+
+def test_large_products_decide_on_a_core() -> None:
+    """Most of them are small and much faster by their FLOPs than is thought: steps are made of the large one."""
+    core = make_cluster("cpu", 1, 1)
+    samples = Samples(launch_s=1e-6)
+    samples.attention.append(AttentionRun("fp32", 1e9, 1e-1, 256))
+    samples.traffic.append(Traffic(10**9, 1e-1))
+    samples.products += [Product("fp32", 96, 96, 96, 2 * 96**3 / 200e9) for _ in range(20)]
+    samples.products.append(Product("fp32", 1920, 1920, 1920, 2 * 1920**3 / 100e9))
+    rate = cluster_from_dict(description_of(samples, core, "cpu")).device.matmul_rate("fp32")
+    assert rate.peak_flops * rate.efficiency == pytest.approx(100e9, rel=0.05)
+
+
+def test_functions_of_elements_are_those_of_a_typical_pass() -> None:
+    passes = [Samples(launch_s=1e-6) for _ in range(3)]
+    for samples, seconds in zip(passes, (2e-9, 9e-9, 2.5e-9), strict=True):
+        samples.attention.append(AttentionRun("fp32", 1e9, 1e-1, 256))
+        samples.traffic.append(Traffic(10**9, 1e-1))
+        samples.products.append(Product("fp32", 960, 960, 960, 1e-2))
+        samples.functions["tanh"] = ElementTime(seconds, seconds / 5)
+    described = description_of(Samples.typical(passes), make_cluster("cpu", 1, 1), "cpu")
+    assert described["functions_ns"] == {"tanh": [2.5, 0.5]}
+    device = cluster_from_dict(described).device
+    assert device.function_time("tanh") == pytest.approx((2.5e-9, 0.5e-9))
+    assert device.function_time("exp") == (0.0, 0.0)
 
 
 def test_axes_inside_nodes_between_them_and_over_all() -> None:

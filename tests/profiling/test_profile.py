@@ -14,6 +14,7 @@ import yaml
 
 from autopar.cli.profile import run_profile
 from autopar.cost_model.cluster_file import cluster_from_yaml
+from autopar.cost_model.hardware.functions import FUNCTIONS
 from autopar.ir.errors import InvalidCluster, InvalidInput
 from autopar.profiling.profile import profile
 from tests.harness import run_ranks
@@ -51,6 +52,8 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     assert all(fit["runs"] and fit["median_error"] <= abs(fit["largest_error"]) for fit in said["fits"])
     cluster = cluster_from_yaml(text)
     assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
+    assert set(described["functions_ns"]) == set(FUNCTIONS)
+    assert cluster.device.function_time("tanh").forward_s > 0
     assert described["optimizer_gb_s"] * 1e9 == cluster.device.optimizer_bandwidth
     assert set(dict(cluster.intra_node.relative_time)) == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter",

@@ -21,9 +21,10 @@ from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import Pricing
 
 # What torch and Python add to each op of a block that recomputes something, on a CPU: its calls are watched, in the
-# forward and in the recomputation. On GPUs it is taken to hide behind the kernels. Measured: 80 us, where a launch
-# takes 3, on blocks of GPT-2 and ConvNeXt that recompute nearly nothing.
-_LAUNCHES_OF_CALL = 26
+# forward and in the recomputation. On GPUs it is taken to hide behind the kernels. Measured on blocks that recompute
+# nearly nothing, where a launch takes 3 us: 50 to 100 us an op between small kernels, 100 to 200 beside tensors of
+# 12 MiB, which leave Python's data in no cache.
+_LAUNCHES_OF_CALL = 40
 
 
 def kept_graph(pricing: Pricing, layouts: Layouts, kind: int) -> PricedForward:
