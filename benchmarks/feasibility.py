@@ -1,6 +1,6 @@
 """How sure the memory prediction is: published peaks beside predicted ones, and plans that ran beside what they need.
 
-    python benchmarks/feasibility.py [--data DIR] [--families zb,nanotron] [--seconds S]
+    python benchmarks/feasibility.py [--data DIR] [--families zb,nanotron] [--peaks] [--seconds S]
 
 Rows of ``runs.csv`` that print a peak say how far predictions are off, as logarithms of printed over predicted bytes,
 by what a peak is of (allocated, reserved, nvidia-smi, or not stated): their mean and spread are what
@@ -8,7 +8,9 @@ by what a peak is of (allocated, reserved, nvidia-smi, or not stated): their mea
 probability to fit is below a margin are what a search with that margin refuses wrongly. A row that does not print what
 it recomputed may have recomputed anything: it is refused where it would not fit with full rematerialisation either (and
 sequence parallelism, and a sharded optimiser, if those are not printed).
-Rows of runs that were out of memory, if there are any (metric ``oom``), are those to be refused.
+Rows of runs that were out of memory, if there are any (metric ``oom``), are those to be refused. A run that printed its
+peak would have been out of memory on a device with less room than that, so peaks say how many of such are refused, by
+how much less.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from benchmarks.published_rows import GIB, Missing, Row, read_rows
 
 ROOT = Path(__file__).parent.parent
 MARGINS = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, DEFAULT_MARGIN})
+# Shares of a printed peak by which a device is too small.
+SHORT = (0.05, 0.1, 0.2, 0.3)
 # Of rows whose plan as printed fits with less than this, the least that it may have needed is looked at.
 CLOSE = 0.9
 
@@ -41,6 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "published", help="with runs.csv")
     parser.add_argument("--families", help="of these alone")
+    parser.add_argument("--peaks", action="store_true", help="rows that print a peak alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun later")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,6 +57,8 @@ def main() -> int:
     start = time.monotonic()
     for row in read_rows(options.data / "runs.csv"):
         if options.families and row.family not in options.families.split(","):
+            continue
+        if options.peaks and not row.is_memory:
             continue
         if time.monotonic() - start > options.seconds:
             print(f"stopped before {row.id}")
@@ -78,9 +85,15 @@ def main() -> int:
         *(f"  {n} {why}" for why, n in unread.most_common(12)),
         sep="\n",
     )
-    print(f"\n| margin | {' | '.join(f'{kind}: refused of {len(fits[kind])}' for kind in kinds)} |\n|---|---|---|---|")
+    printed = [1 + error for found in errors.values() for error in found]
+    for short in SHORT:
+        fits[f"with {short:.0%} less room than the printed peak"] = [
+            fit_probability(1.0, over * (1 - short)) for over in printed
+        ]
+    print(f"\n| margin | {' | '.join(f'{kind}: refused of {len(found)}' for kind, found in fits.items())} |")
+    print("|---" * (1 + len(fits)) + "|")
     for margin in MARGINS:
-        print(f"| {margin} | {' | '.join(str(sum(p < margin for p in fits[kind])) for kind in kinds)} |")
+        print(f"| {margin} | {' | '.join(str(sum(p < margin for p in fits[kind])) for kind in fits)} |")
     return 0
 
 

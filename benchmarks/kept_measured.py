@@ -5,7 +5,8 @@
 Each model trains on one rank, in float32, with all blocks at each set of its frontier in turn. Bytes are those that
 tensors hold after a forward. Seconds of recomputation are the median, over rounds in which the plans take turns, of
 what a step takes longer than that with everything kept. Seconds are predicted with the rates that ``autopar profile``
-measured here (``--cluster FILE``), or with those of the catalogue's CPU.
+measures, anew before each model, as a shared machine is faster in one quarter of an hour than in the next; or with
+those of ``--cluster FILE``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.profiling.profile import profile
+from autopar.runtime.launch import ensure_process_group
 from autopar.search.api import predict_plan
 from tests.runtime.held import kept_by_a_step
 from tests.runtime.kept_plans import plans_that_keep
@@ -165,15 +167,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cluster", type=Path, help="cluster file of this machine")
+    parser.add_argument("--cluster", type=Path, help="cluster file to predict with, instead of measuring")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = make_cluster("cpu", 1, 1) if given.cluster is None else cluster_from_yaml(given.cluster.read_text())
+    ensure_process_group()
     print("| model | kept | MiB predicted | measured | error | ms again, predicted | measured | error ", end="")
     print("| ms a step, predicted | measured |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     errors: list[float] = []
     for name in given.models.split(","):
+        cluster = (
+            profile(lambda _: None).cluster if given.cluster is None else cluster_from_yaml(given.cluster.read_text())
+        )
         lines, own = rows(name, cluster, given.rounds)
         print(*lines, sep="\n", flush=True)
         errors += own
