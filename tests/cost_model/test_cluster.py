@@ -13,6 +13,7 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.communication.collectives import collective_time
 from autopar.cost_model.hardware.cluster import Group
+from autopar.ir.errors import InvalidCluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.redistribution import Collective
 
@@ -177,3 +178,13 @@ def test_jitter_is_part_of_every_collective_and_adds_up_at_random() -> None:
     assert cluster.device.straggler_delay_s(4e-3, 1) == pytest.approx(1.4e-3)
     assert cluster.device.straggler_delay_s(1e-3, 9) == pytest.approx(2.1e-3)
     assert noise_free.device.straggler_delay_s(1.0, 100) == 0.0
+
+
+def test_functions_of_elements_are_measured_or_shares_of_a_gelu() -> None:
+    described = "gpu: cpu\nnum_gpus: 1\ntranscendental_ns: 2\nfunctions_ns: {tanh: [3, 1]}\n"
+    device = cluster_from_yaml(described).device
+    assert device.function_time("gelu_tanh") == pytest.approx((2e-9, 2e-9))
+    assert device.function_time("tanh") == pytest.approx((3e-9, 1e-9))
+    assert device.function_time("cos") == (0.0, 0.0)
+    with pytest.raises(InvalidCluster, match=r"functions_ns"):
+        cluster_from_yaml(described.replace("tanh:", "tangent:"))
