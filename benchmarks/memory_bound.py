@@ -36,6 +36,8 @@ from autopar.process_end import end_process
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 4096
+# What cluster files say that an earlier version may not know.
+SINCE = ("functions_ns",)
 
 
 def model_of(job: dict[str, Any]) -> nn.Module:
@@ -175,8 +177,11 @@ def main() -> int:
             (options.out / "cluster.json").write_text(json.dumps(description))
         else:
             description = json.loads(options.cluster.read_text())
-        job["cluster"] = description
-        plans = {"before": planned(job, options.before, options.out), "now": planned(job, ROOT, options.out)}
+        described = {"before": {k: v for k, v in description.items() if k not in SINCE}, "now": description}
+        plans = {
+            name: planned(job | {"cluster": described[name]}, tree, options.out)
+            for name, tree in (("before", options.before), ("now", ROOT))
+        }
         print("| GB a rank | version | plan | predicted s | predicted GiB |\n|---|---|---|---|---|")
         for memory_gb in map(str, job["memory_gb"]):
             for name, found in plans.items():
