@@ -31,12 +31,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def synchronising_s(predicted: Predicted) -> float:
-    """Seconds of a step in which the fullest stage's parameters are gathered and its gradients scattered, before any
-    overlap."""
+    """Seconds of a step in which the parameters of a rank are gathered and its gradients scattered, before any overlap,
+    of the place in the pipeline with most."""
     costs = predicted.costs
     count = costs.shape.num_microbatches
-    blocks = [costs.blocks[stage.first : stage.last + 1] for stage in costs.stages]
-    return max(sum((b.sync.beside + b.sync.waited).total_s(count) for b in own) for own in blocks)
+    stage_s = [
+        sum((b.sync.beside + b.sync.waited).total_s(count) for b in costs.blocks[stage.first : stage.last + 1])
+        for stage in costs.stages
+    ]
+    return max(sum(stage_s[n] for n in costs.shape.stages_of(rank)) for rank in range(costs.shape.num_ranks))
 
 
 def is_asked(row: Row) -> bool:
