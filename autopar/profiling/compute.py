@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
+from math import prod
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ _GPU_MIB, _CPU_MIB = (64, 256, 1024), (0.25, 1, 4, 16)
 # takes so many times as long.
 _LONGER = 3
 
-# Operands of a product that are used in turn.
+# Operands of a product or a function that are used in turn.
 _CACHE_BYTES, _MOST_COPIES = 64 << 20, 16
 
 _FUNCTIONS: Mapping[FunctionName, Callable[[Tensor], Tensor]] = {
@@ -184,12 +186,18 @@ def _optimised(clock: Clock) -> Traffic:
 
 
 def _function(clock: Clock, taken: Callable[[Tensor], Tensor]) -> ElementTime:
-    """Seconds of an element that a function is taken of, in a tensor as large as a layer's: alone, and its gradient."""
-    x = torch.rand(1 << 12, 1 << 9, device=clock.device) + 0.5
-    with_gradient, grad = x.clone().requires_grad_(), torch.ones_like(x)
-    forward_s = clock.time(partial(taken, x))
-    both_s = clock.time(lambda: torch.autograd.grad(taken(with_gradient), with_gradient, grad))
-    return ElementTime(forward_s / x.numel(), max(0.0, both_s - forward_s) / x.numel())
+    """Seconds of an element that a function is taken of, in tensors as large as a layer's which no cache has: alone,
+    and its gradient."""
+    shape = 1 << 12, 1 << 9
+    each = cycle([torch.rand(shape, device=clock.device) + 0.5 for _ in range(_CACHE_BYTES // (4 * prod(shape)))])
+    grad = torch.ones(shape, device=clock.device)
+
+    def both() -> None:
+        x = next(each).detach().requires_grad_()
+        torch.autograd.grad(taken(x), x, grad)
+
+    forward_s, both_s = clock.time(lambda: taken(next(each))), clock.time(both)
+    return ElementTime(forward_s / grad.numel(), max(0.0, both_s - forward_s) / grad.numel())
 
 
 def _floor(clock: Clock, count: int = 100) -> float:

@@ -72,7 +72,7 @@ from autopar.cost_model.compute.traffic import (
     extra_passes,
     function_time,
     moved_tensor,
-    passes_of_rotation,
+    passes_beside,
 )
 from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
@@ -213,7 +213,7 @@ class OpCost:
             rows = operands[1].meta["val"].numel() / max(results[0].shape[0], 1)
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
-        rotated, rotated_back = passes_of_rotation(node, rule, device, batch_factor)
+        beside, beside_back = passes_beside(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
         experts, scaling = op_name(node) == "moe", scaling_of(node)
         rate = device.matmul_rate(precision if scaling is None else scaling.rate)
@@ -284,9 +284,9 @@ class OpCost:
             flops=share * flops,
             backward_flops=share_back * flops * passes * (rates[0] / rates[1] if attention else 1.0),
             carries_batch=batch_factor is not None,
-            read=(*(read[position] for position in sorted(moved.read)), *forward_extra, *rotated),
+            read=(*(read[position] for position in sorted(moved.read)), *forward_extra, *beside),
             written=tuple(written[number] for number in sorted(moved.written)),
-            backward_read=(*flowing, *(() if free else saved_tensors), *rotated_back),
+            backward_read=(*flowing, *(() if free else saved_tensors), *beside_back),
             backward_written=(*gradients, *flowing) if filled else tuple(gradients),
             products=products,
             gradients=gradient_orders(contracted, differentiable) if products else (),

@@ -295,6 +295,22 @@ def test_a_function_of_elements_takes_longer_than_their_memory() -> None:
     assert hidden == op_time(by_erf, rule_for(by_erf), (None,), ONE, A100)
 
 
+@pytest.mark.parametrize(
+    ("stack", "copied"),
+    [("autopar", True), pytest.param("autopar-compiled", False, id="a kernel made for the order as it is")],
+)
+def test_a_norm_copies_what_lies_in_another_order(stack: str, copied: bool) -> None:
+    norm = call(aten.layer_norm.default, (64, 1024, 512), [512], (512,), (512,))
+    device = replace(A100, stack=find_stack(stack), kernel_launch_s=0.0)
+    in_order = op_time(norm, rule_for(norm), (None,), ONE, device)
+    with FakeTensorMode():
+        norm.args[0].meta["val"] = torch.empty(64, 512, 1024).transpose(1, 2)
+    permuted = op_time(norm, rule_for(norm), (None,), ONE, device)
+    both_ways = device.memory_seconds(2 * 4 * 64 * 1024 * 512) if copied else 0.0
+    assert permuted.forward_s == pytest.approx(in_order.forward_s + both_ways)
+    assert permuted.backward_s == pytest.approx(in_order.backward_s + both_ways)
+
+
 def test_bias_adds_no_product() -> None:
     with_bias = call(aten.linear.default, (8, 512, 1024), (4096, 1024), (4096,))
     assert seconds(with_bias).backward_s == pytest.approx(seconds(linear()).backward_s, rel=0.05)
