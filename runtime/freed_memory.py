@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+import torch
+
 # Parameters of mallopt(3): from how many free bytes on the end of the heap is given back; from how many bytes on a
 # tensor is outside of it; how many of those there may be.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -19,11 +21,19 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_M
 _TRIMMED_BYTES, _MANY = 1 << 17, 1 << 16
 # From here on memory of a tensor is given back.
 _LARGE_BYTES = 1 << 20
+# Not empty once this process gives memory back.
+_given_back: list[bool] = []
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep it, unless the environment says what it is to do."""
-    if not any(name in os.environ for name in _VARIABLES):
+    """Have glibc keep it on a machine without GPUs, unless it is given back already or the environment says what it is
+    to do.
+
+    Memory that was kept once is used for large tensors ever after, and its pages stay with the process. So this is for
+    a process that has decided against state on disk.
+    """
+    chosen = _given_back or any(name in os.environ for name in _VARIABLES)
+    if not (chosen or torch.cuda.is_available()):
         _set({_TRIM_THRESHOLD: 2**31 - 1, _MMAP_MAX: 0})
 
 
@@ -34,6 +44,7 @@ def give_back_freed_memory() -> None:
     with every tensor that is freed, to 32 MiB; with blocks below that a process on a CPU held 2 GiB where 0.5 were in
     use. What was kept until now goes, too.
     """
+    _given_back.append(True)
     _set({_TRIM_THRESHOLD: _TRIMMED_BYTES, _MMAP_MAX: _MANY, _MMAP_THRESHOLD: _LARGE_BYTES})
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

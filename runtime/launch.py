@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from autopar.ir.errors import LaunchError, PlanMismatch
 from autopar.runtime.environment import Environment
-from autopar.runtime.freed_memory import keep_freed_memory
 from autopar.runtime.gathering import gather
 from autopar.runtime.settling import settle_at_exit
 from autopar.runtime.stores import HashStore, PrefixStore, Store, TCPStore
@@ -38,8 +37,6 @@ def ensure_process_group(environment: Environment | None = None, store: Store | 
     if a node has more ranks than GPUs, on all of its ranks, and LaunchError if the ranks do not find each other.
     """
     settle_at_exit()
-    if not torch.cuda.is_available():
-        keep_freed_memory()
     if dist.is_initialized():
         return
     environment = Environment() if environment is None else environment

@@ -24,6 +24,7 @@ from autopar.profiling.disk import host_memory_gb, measure_disk
 from autopar.profiling.fit import description_of
 from autopar.profiling.links import measure_links
 from autopar.profiling.samples import Samples
+from autopar.runtime.freed_memory import keep_freed_memory
 from autopar.runtime.launch import this_device
 
 # Everything is measured so many times, one pass after the other.
@@ -57,6 +58,7 @@ def profile(
     Raises DiskError where that is none, InvalidCluster where the GPU is unknown or the nodes have different numbers of
     ranks.
     """
+    keep_freed_memory()
     device = this_device()
     gpu = find_gpu(like).name.lower() if like else catalogue_name(device)
     cluster = make_cluster(gpu, dist.get_world_size(), _ranks_per_node(device))

@@ -19,7 +19,7 @@ from autopar.ir.errors import DiskError, PlanMismatch
 from autopar.runtime.disk.blocks import DiskBlock, DiskBlocks
 from autopar.runtime.disk.mover import Mover, Traffic
 from autopar.runtime.disk.steps import BlockSteps
-from autopar.runtime.freed_memory import give_back_freed_memory
+from autopar.runtime.freed_memory import give_back_freed_memory, keep_freed_memory
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.state import Stored
@@ -158,10 +158,15 @@ def disk_state(
     mesh: JobMesh,
     prefetch: int,
 ) -> DiskState | None:
-    """What the plan keeps on disk of a rank's stages; None for nothing. folder: where. stored: every parameter of the
-    rank. Raises PlanMismatch or DiskError."""
+    """What the plan keeps on disk of a rank's stages; None for nothing, and then the process keeps what it frees.
+
+    folder: where. stored: every parameter of the rank. Raises PlanMismatch or DiskError.
+    """
+    if dist.get_backend() == "fake":
+        return None
     on_disk = [stage for stage in stages if stage.zero is not None and stage.zero.on_disk]
-    if not on_disk or dist.get_backend() == "fake":
+    if not on_disk:
+        keep_freed_memory()
         return None
     found = DiskState(folder)
     # Gradients that are summed by other means are in buckets.
