@@ -37,6 +37,13 @@ def expression_of(name: str, arguments: tuple[Any, ...], options: Mapping[str, A
     return f"{name}({', '.join(words)})"
 
 
+@lru_cache(maxsize=256)
+def functions_of(expression: str) -> tuple[str, ...]:
+    """Names of the functions that an expression takes of elements, each as often as it does; of a name, that name."""
+    calls = [node.func for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Call)]
+    return tuple(name.id for name in calls if isinstance(name, ast.Name)) or (expression,)
+
+
 def _compiled(tree: ast.expr) -> _Evaluate:
     if isinstance(tree, ast.Name):
         name = tree.id

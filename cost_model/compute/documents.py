@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.ir.lowered.attention import is_attention
 from autopar.ir.lowered.shards import arguments
@@ -24,10 +25,10 @@ from autopar.ir.sequence import Sight
 
 # Kernels of one document, forward and backward: the seconds of documents of one token over those of a kernel. Measured
 # on a core: 9.2 and 10.7 microseconds, a kernel 3.5.
-KERNELS = (3, 3)
+_KERNELS = (3, 3)
 # Passes over results, and over gradients of queries, keys and values: a piece is copied into its row, and the row among
 # all rows, each a read and a write.
-COPIES = 4
+_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,16 @@ class Documents:
             rates = rate.attention_rates(length, head, causal=sight.is_causal, window=sight.reach[0])
             forward, backward = forward + pairs / rates[0], backward + pairs / rates[1]
         return forward, backward
+
+    def beside(self, device: Device, rows: float, results: float, operands: float) -> OpTime:
+        """Seconds of what runs once for each document of some rows beside its attention. results, operands: bytes of
+        results, and of queries, keys and values."""
+        return OpTime(
+            *(
+                device.kernel_launch_s * kernels * rows * self.per_row + device.memory_seconds(_COPIES * copied)
+                for kernels, copied in zip(_KERNELS, (results, operands), strict=True)
+            )
+        )
 
 
 def keeps_documents_apart(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import fx
 
@@ -33,15 +34,18 @@ from autopar.cost_model.compute.casts import (
     slowdown_of_gradients,
 )
 from autopar.cost_model.compute.documents import (
-    COPIES,
-    KERNELS,
     Documents,
     in_one_call,
     keeps_documents_apart,
     scores_counted,
 )
 from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
-from autopar.cost_model.compute.expert_kernels import AROUND_EXPERTS, between_products, launches_of_expert
+from autopar.cost_model.compute.expert_kernels import (
+    AROUND_EXPERTS,
+    BetweenProducts,
+    between_products,
+    launches_of_expert,
+)
 from autopar.cost_model.compute.flops import (
     accumulated_gradients,
     contracted_operands,
@@ -62,7 +66,7 @@ from autopar.cost_model.compute.local_products import (
     products_of_experts,
     products_of_recurrence,
 )
-from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.compute.scans import is_scan, launches_of_scan
 from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
@@ -118,9 +122,8 @@ class OpCost:
     casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
     before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
-    as many as take so long at the efficiency of whole rows. between: what is moved between the products of experts,
-    forward and backward, by kernels that run before and after them. added: float32 gradients of weights, read and
-    written by the products that add to them.
+    as many as take so long at the efficiency of whole rows. between: of experts, what runs between their products.
+    added: float32 gradients of weights, read and written by the products that add to them.
     """
 
     name: str
@@ -153,7 +156,7 @@ class OpCost:
     balanced: bool = False
     loads: Loads = ()
     documents: Documents | None = None
-    between: tuple[MovedTensor, MovedTensor] | None = None
+    between: BetweenProducts | None = None
     casts: tuple[MovedTensor, ...] = ()
     casts_back: tuple[MovedTensor, ...] = ()
     added: tuple[MovedTensor, ...] = ()
@@ -306,7 +309,7 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
-            between=between_products(node, precision, batch_factor, device.stack, scaled=scaling is not None)
+            between=between_products(node, precision, batch_factor, device, scaled=scaling is not None)
             if experts
             else None,
             casts=casts[0],
@@ -320,16 +323,9 @@ class OpCost:
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
         """Seconds of one microbatch on one rank. Never negative; positive unless the op is a view."""
-        degrees, sent = {WORK: 1}, 1
-        work = num_microbatches if self.carries_batch else 1
-        for choice, axis in zip(assignment, mesh.axes, strict=True):
-            if choice in self.joint:
-                sent *= axis.size
-            for factor in factors_of_choice(choice):
-                degrees[factor] = degrees.get(factor, 1) * axis.size
-            if choice is not None and choice[0] != "+":
-                work *= axis.size
-                degrees[WORK] *= axis.size
+        degrees = _degrees(assignment, mesh)
+        sent = prod(axis.size for choice, axis in zip(assignment, mesh.axes, strict=True) if choice in self.joint)
+        work = degrees[WORK] * (num_microbatches if self.carries_batch else 1)
         own_experts = self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
         launch, launch_back = (
             self.device.kernel_launch_s * (around + own_experts * own)
@@ -338,7 +334,6 @@ class OpCost:
         most = self._largest_share(degrees)
         busy = most / work / (self.rate.peak_flops * self.efficiency)
         computing, computing_back = self.flops * busy, self.backward_flops * busy
-        by_document, by_document_back = self._by_document(degrees, num_microbatches)
         if self.products:
             computing = computing_back = 0.0
             for product in self.products:
@@ -354,19 +349,21 @@ class OpCost:
             computing_back *= self.slowdown
         forward = backward = 0.0
         taken, taken_back = function_time(self.function, self.device, degrees, num_microbatches)
+        beside = self._by_document(degrees, num_microbatches)
+        if self.between is not None:
+            beside += self.between.time(self.device, degrees, num_microbatches, most)
         if not self.free:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
-            forward = self._together(computing, self.device.kernel_seconds(moved), taken) + launch + by_document
-            forward += self._between(0, degrees, num_microbatches, most)
-            forward += self.device.memory_seconds(self._moved(self.casts, degrees, num_microbatches, 1.0))
+            forward = self._together(computing, self.device.kernel_seconds(moved), taken) + launch + beside.forward_s
+            casts = self._moved(self.casts, degrees, num_microbatches, 1.0)
+            forward += self.device.memory_seconds(casts)
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
             backward = (
                 self._together(computing_back, self.device.kernel_seconds(moved), taken_back)
                 + launch_back
-                + by_document_back
-                + self._between(1, degrees, num_microbatches, most)
+                + beside.backward_s
                 + self.device.memory_seconds(self._moved(self.casts_back, degrees, num_microbatches, 1.0))
             )
         for tensors, seconds in (
@@ -378,34 +375,26 @@ class OpCost:
                 backward += seconds(moved) + self.device.kernel_launch_s
         return OpTime(forward, backward)
 
-    def _between(self, way: int, degrees: dict[str, int], num_microbatches: int, most: float) -> float:
-        """Seconds of the kernels between products, forward (0) or backward (1)."""
-        if self.between is None:
-            return 0.0
-        return self.device.memory_seconds(self._moved((self.between[way],), degrees, num_microbatches, most))
-
-    def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:
-        """Seconds, forward and backward, of what runs once for each document beside its attention."""
+    def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> OpTime:
+        """Of what runs once for each document beside its attention."""
         if self.documents is None:
-            return 0.0, 0.0
-        rows = 1.0
-        if self.batch_factor is not None:
-            rows = self.sizes[self.batch_factor] / degrees.get(self.batch_factor, 1) / num_microbatches
-        count = rows * self.documents.per_row
-        kernels, kernels_back = (self.device.kernel_launch_s * own * count for own in KERNELS)
-        copied, copied_back = (
-            self.device.memory_seconds(COPIES * self._moved(tensors, degrees, num_microbatches, 1.0))
-            for tensors in (self.written, self.read[:3])
-        )
-        return kernels + copied, kernels_back + copied_back
+            return ZERO
+        factor = self.batch_factor
+        rows = 1.0 if factor is None else self.sizes[factor] / degrees.get(factor, 1) / num_microbatches
+        copied = (self._moved(tensors, degrees, num_microbatches, 1.0) for tensors in (self.written, self.read[:3]))
+        return self.documents.beside(self.device, rows, *copied)
 
     def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Bytes of the results of one microbatch on one rank."""
-        degrees: dict[str, int] = {}
-        for choice, axis in zip(assignment, mesh.axes, strict=True):
-            for factor in factors_of_choice(choice):
-                degrees[factor] = degrees.get(factor, 1) * axis.size
+        degrees = _degrees(assignment, mesh)
         return sum(t.local(degrees, num_microbatches) for t in self.written)
+
+    def beside_products_s(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
+        """Seconds of the forward of experts whose products are there already."""
+        assert self.between is not None
+        degrees = _degrees(assignment, mesh)
+        between = self.between.time(self.device, degrees, num_microbatches, self._largest_share(degrees))
+        return self.launches[0] * self.device.kernel_launch_s + between.forward_s
 
     def _largest_share(self, degrees: dict[str, int]) -> float:
         """Work of the rank that has most, over the mean."""
@@ -431,6 +420,17 @@ class OpCost:
     def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...], steps: int) -> float:
         rows, *others = (shape[number] for number in order)
         return fraction_of_rate(self.device.tiling, rows / steps if order[0] == 0 else rows, *others)
+
+
+def _degrees(assignment: Assignment, mesh: Mesh) -> dict[str, int]:
+    """Ranks that share each factor of an op, and its work."""
+    degrees = {WORK: 1}
+    for choice, axis in zip(assignment, mesh.axes, strict=True):
+        for factor in factors_of_choice(choice):
+            degrees[factor] = degrees.get(factor, 1) * axis.size
+        if choice is not None and choice[0] != "+":
+            degrees[WORK] *= axis.size
+    return degrees
 
 
 def op_time(

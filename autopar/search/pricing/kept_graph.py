@@ -151,16 +151,12 @@ class _Builder(ForwardBuilder):
             node = name[0]
             self._num_bytes[node, INSIDE] = self._bytes(node, self._products(node))
         forward = pricing.op(node, self._layouts.assignments[node]).forward_s
-        if name is not node:
-            self._seconds[name] = max(0.0, forward - self._around_products(node))
-        else:
-            self._seconds[name] = self._around_products(node) if (node, INSIDE) in op.reads else forward
-
-    def _around_products(self, node: fx.Node) -> float:
-        """Seconds of an op with products inside without them: what it writes else passes through memory."""
-        products = self._bytes(node, self._activations.kept)
-        written = self._bytes(node, self._activations.extra) - products
-        return self._pricing.ops.cluster.device.memory_seconds(max(0.0, written))
+        if name is not node or (node, INSIDE) in op.reads:
+            beside = pricing.ops.cost(node).beside_products_s(
+                self._layouts.assignments[node], pricing.mesh, pricing.parts
+            )
+            forward = beside if name is node else max(0.0, forward - beside)
+        self._seconds[name] = forward
 
     def _products(self, node: fx.Node) -> Iterator[Saved]:
         """Results of products and of all-to-alls inside an op."""
