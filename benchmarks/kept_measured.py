@@ -143,8 +143,8 @@ def timed_recomputation() -> Iterator[list[float]]:
 
 
 class Errors(NamedTuple):
-    """Predicted seconds over measured ones, less 1: in recomputation, of all sets; of what a step takes longer, of those
-    that make it longer by ``LONGER``."""
+    """Predicted seconds over measured ones, less 1: in recomputation, of all sets; of what a step takes longer, of
+    those that make it longer by ``LONGER``."""
 
     inside: list[float]
     longer: list[float]
