@@ -202,6 +202,7 @@ def test_nothing_fits(small: CapturedModel) -> None:
     message = str(caught.value)
     assert "nothing fits 4 x" in message and "GiB per rank; budget is" in message
     assert "largest: " in message and "--gpus" in message
+    assert "free" not in message and "budget is 9.31e-05 GiB" in message
 
 
 @pytest.mark.parametrize(

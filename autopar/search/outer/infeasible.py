@@ -12,6 +12,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
 from autopar.search.outer.configuration import Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
+from autopar.search.predict.to_plan import name_axes
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import Stage, stage_memory
@@ -42,6 +43,7 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     )
     found = solver.cuts(configuration, inner, need * 1.0001 + 1)
     assert found is not None
+    configuration = replace(configuration, mesh=name_axes(workload, configuration.mesh, inner.assignment))
     stages = found.stages
     costs = inner.costs(configuration.num_stages)
     waiting = configuration.pipelining.waiting()
@@ -50,9 +52,9 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     parts = _parts(inner, stages[number], saving[number], waiting[number])
     lines = [
         f"nothing fits {cluster.num_gpus} x {cluster.device.name}: stage {number} on mesh {configuration.mesh} needs "
-        f"{need / GIB:.1f} GiB per rank; budget is {solver.budget_bytes / GIB:.1f} GiB.",
+        f"{need / GIB:.3g} GiB per rank; budget is {solver.budget_bytes / GIB:.3g} GiB.",
         f"  closest: {configuration}",
-        "  of it: " + ", ".join(f"{n} {b / GIB:.1f}" for n, b in parts.as_bytes().items() if b > 0.05 * GIB) + " GiB",
+        "  of it: " + ", ".join(f"{n} {b / GIB:.3g}" for n, b in parts.as_bytes().items() if b > 0.01 * need) + " GiB",
     ]
     lines += _largest(configuration, inner, range(stages[number].first, stages[number].last + 1))
     lines.append(f"  try: {_advice(solver, constraints, need)}")
@@ -137,7 +139,7 @@ def _largest(configuration: Configuration, inner: Inner, blocks: range, count: i
                 )
     top = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))[:count]
     return [
-        f"  largest: {name} with gradient and Adam state, {size / GIB:.2f} GiB, {where}" for name, (size, where) in top
+        f"  largest: {name} with gradient and Adam state, {size / GIB:.3g} GiB, {where}" for name, (size, where) in top
     ]
 
 
