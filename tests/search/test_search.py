@@ -201,8 +201,10 @@ def test_nothing_fits(small: CapturedModel) -> None:
         search_captured(small, make_cluster("a100-80gb", 4).with_memory(100_000))
     message = str(caught.value)
     assert "nothing fits 4 x" in message and "GiB per rank; budget is" in message
-    assert "largest: " in message and "--gpus" in message
-    assert "free" not in message and "budget is 9.31e-05 GiB" in message
+    assert "--gpus" in message and "free" not in message and " 0 GiB" not in message
+    assert "budget is 9.26e-05 GiB" in message
+    with pytest.raises(InfeasiblePlan, match="largest: layers"):
+        search_captured(small, make_cluster("a100-80gb", 4).with_memory(100_000), Constraints(zero=0))
 
 
 @pytest.mark.parametrize(

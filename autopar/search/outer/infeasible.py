@@ -139,7 +139,9 @@ def _largest(configuration: Configuration, inner: Inner, blocks: range, count: i
                 )
     top = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))[:count]
     return [
-        f"  largest: {name} with gradient and Adam state, {size / GIB:.3g} GiB, {where}" for name, (size, where) in top
+        f"  largest: {name} with gradient and Adam state, {size / GIB:.3g} GiB, {where}"
+        for name, (size, where) in top
+        if size  # offloaded state takes none of the device's memory
     ]
 
 
@@ -170,7 +172,7 @@ def _advice(solver: Solver, constraints: Constraints, need: float) -> str:
         gpus *= 2
     ways.append(f"--gpus {gpus}")
     device = solver.cluster.device
-    ways.append(f"GPUs of {(need / constraints.memory_share + device.reserved_bytes) / GIB:.0f} GiB")
+    ways.append(f"GPUs of {(need / constraints.memory_share + device.reserved_bytes) / GIB:.3g} GiB")
     if (likely := fit_probability(need, device.usable_bytes)) >= 0.01:
         ways.append(f"--fit-probability {floor(100 * likely) / 100:.2g}")
     return ", or ".join(ways)
