@@ -70,6 +70,9 @@ _FUNCTIONS: Mapping[FunctionName, Callable[[Tensor], Tensor]] = {
     "softmax": partial(functional.softmax, dim=-1),
     "softplus": functional.softplus,
     "tanh": torch.tanh,
+    "transposed": lambda x: _transposed(x, 1008),
+    "transposed_1024": lambda x: _transposed(x, 256),
+    "transposed_4096": lambda x: _transposed(x, 1024),
 }
 
 # That an optimiser has.
@@ -190,7 +193,7 @@ def _function(clock: Clock, taken: Callable[[Tensor], Tensor]) -> ElementTime:
     and its gradient."""
     shape = 1 << 12, 1 << 9
     each = cycle([torch.rand(shape, device=clock.device) + 0.5 for _ in range(_CACHE_BYTES // (4 * prod(shape)))])
-    grad = torch.ones(shape, device=clock.device)
+    grad = torch.ones_like(taken(next(each)))
 
     def both() -> None:
         x = next(each).detach().requires_grad_()
@@ -198,6 +201,13 @@ def _function(clock: Clock, taken: Callable[[Tensor], Tensor]) -> ElementTime:
 
     forward_s, both_s = clock.time(lambda: taken(next(each))), clock.time(both)
     return ElementTime(forward_s / grad.numel(), max(0.0, both_s - forward_s) / grad.numel())
+
+
+def _transposed(x: Tensor, positions: int, channels: int = 256) -> Tensor:
+    """A copy of the largest part of ``x`` that is images of so many positions, with their channels last."""
+    images = x.numel() // (channels * positions)
+    whole = x.reshape(-1)[: images * channels * positions].view(images, channels, positions)
+    return whole.transpose(1, 2).contiguous()
 
 
 def _floor(clock: Clock, count: int = 100) -> float:

@@ -68,45 +68,45 @@ class BetweenProducts:
             forward, backward = forward + most * taken, backward + most * taken_back
         return OpTime(forward, backward)
 
-
-def between_products(
-    node: fx.Node, precision: str, batch_factor: str | None, device: Device, *, scaled: bool = False
-) -> BetweenProducts:
-    """Rows gathered, biases added, activation, weighted, added up. Where a stack fuses, the activation is one kernel,
-    which weights too, and so are both ways of the rows. Where each expert has a product of its own, the rows of all of
-    them are put together after each. scaled: whether the products are in narrow floats, so that rows are padded; what
-    casts move is apart (``casts_of_experts``).
-    """
-    x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
-    hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
-    gate = wide - inner
-    row = index.numel() * itemsize_of(x.dtype, precision)
-    stack, batched, given = device.stack, batch_factor is not None, call_of(node).bound()
-    if stack.fuses:
-        forward, backward = 3 * hidden + 2 * inner + gate, 3 * hidden + 3 * inner + 2 * gate
-    else:
-        forward, backward = 7 * hidden + 2 * inner + 3 * gate, 9 * hidden + 3 * inner + 6 * gate
-    if not (scaled or _one_kernel(device, precision)):
-        # Backward the gradients of gate and value are put together.
-        forward, backward = forward + 2 * wide + 2 * hidden, backward + 4 * gate
-    others = [
-        (size, kernels)
-        for name, size, kernels in zip(("b_up", "b_down"), (wide, hidden), stack.expert_biases, strict=True)
-        if given[name] is not None
-    ]
-    if scaled:
-        others.append((2 * hidden, (_PADDED, _PADDED)))
-    first, second = (
-        MovedTensor(
-            float(row * width + index.numel() * sum(size * kernels[way] for size, kernels in others)),
-            frozenset({WORK}),
-            batched,
+    @classmethod
+    def of(
+        cls, node: fx.Node, precision: str, batch_factor: str | None, device: Device, *, scaled: bool = False
+    ) -> BetweenProducts:
+        """Rows gathered, biases added, activation, weighted, added up. Where a stack fuses, the activation is one
+        kernel, which weights too, and so are both ways of the rows. Where each expert has a product of its own, the
+        rows of all of them are put together after each. scaled: whether the products are in narrow floats, so that rows
+        are padded; what casts move is apart (``casts_of_experts``).
+        """
+        x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
+        hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
+        gate = wide - inner
+        row = index.numel() * itemsize_of(x.dtype, precision)
+        stack, batched, given = device.stack, batch_factor is not None, call_of(node).bound()
+        if stack.fuses:
+            forward, backward = 3 * hidden + 2 * inner + gate, 3 * hidden + 3 * inner + 2 * gate
+        else:
+            forward, backward = 7 * hidden + 2 * inner + 3 * gate, 9 * hidden + 3 * inner + 6 * gate
+        if not (scaled or _one_kernel(device, precision)):
+            # Backward the gradients of gate and value are put together.
+            forward, backward = forward + 2 * wide + 2 * hidden, backward + 4 * gate
+        others = [
+            (size, kernels)
+            for name, size, kernels in zip(("b_up", "b_down"), (wide, hidden), stack.expert_biases, strict=True)
+            if given[name] is not None
+        ]
+        if scaled:
+            others.append((2 * hidden, (_PADDED, _PADDED)))
+        first, second = (
+            MovedTensor(
+                float(row * width + index.numel() * sum(size * kernels[way] for size, kernels in others)),
+                frozenset({WORK}),
+                batched,
+            )
+            for way, width in enumerate((forward, backward))
         )
-        for way, width in enumerate((forward, backward))
-    )
-    elements = MovedTensor(float(index.numel() * inner), frozenset({WORK}), batched)
-    taken = [name for own in functions_of(given["activation"]) for name in FUNCTIONS if name == own]
-    return BetweenProducts((first, second), tuple(Function(name, elements) for name in taken))
+        elements = MovedTensor(float(index.numel() * inner), frozenset({WORK}), batched)
+        taken = [name for own in functions_of(given["activation"]) for name in FUNCTIONS if name == own]
+        return cls((first, second), tuple(Function(name, elements) for name in taken))
 
 
 def _one_kernel(device: Device, precision: str) -> bool:

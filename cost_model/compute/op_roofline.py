@@ -40,12 +40,7 @@ from autopar.cost_model.compute.documents import (
     scores_counted,
 )
 from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
-from autopar.cost_model.compute.expert_kernels import (
-    AROUND_EXPERTS,
-    BetweenProducts,
-    between_products,
-    launches_of_expert,
-)
+from autopar.cost_model.compute.expert_kernels import AROUND_EXPERTS, BetweenProducts, launches_of_expert
 from autopar.cost_model.compute.flops import (
     accumulated_gradients,
     contracted_operands,
@@ -71,6 +66,7 @@ from autopar.cost_model.compute.scans import is_scan, launches_of_scan
 from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
     WORK,
+    CopyBefore,
     Function,
     MovedTensor,
     extra_passes,
@@ -122,8 +118,8 @@ class OpCost:
     casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
     before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
-    as many as take so long at the efficiency of whole rows. between: of experts, what runs between their products.
-    added: float32 gradients of weights, read and written by the products that add to them.
+    as many as take so long at the efficiency of whole rows. between: what runs between the products of experts, or
+    a copy before an op. added: float32 gradients of weights, read and written by the products that add to them.
     """
 
     name: str
@@ -156,7 +152,7 @@ class OpCost:
     balanced: bool = False
     loads: Loads = ()
     documents: Documents | None = None
-    between: BetweenProducts | None = None
+    between: BetweenProducts | CopyBefore | None = None
     casts: tuple[MovedTensor, ...] = ()
     casts_back: tuple[MovedTensor, ...] = ()
     added: tuple[MovedTensor, ...] = ()
@@ -216,7 +212,7 @@ class OpCost:
             rows = operands[1].meta["val"].numel() / max(results[0].shape[0], 1)
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
-        beside, beside_back = passes_beside(node, rule, device, precision, batch_factor)
+        rotated, rotated_back = passes_beside(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
         experts, scaling = op_name(node) == "moe", scaling_of(node)
         rate = device.matmul_rate(precision if scaling is None else scaling.rate)
@@ -287,9 +283,9 @@ class OpCost:
             flops=share * flops,
             backward_flops=share_back * flops * passes * (rates[0] / rates[1] if attention else 1.0),
             carries_batch=batch_factor is not None,
-            read=(*(read[position] for position in sorted(moved.read)), *forward_extra, *beside),
+            read=(*(read[position] for position in sorted(moved.read)), *forward_extra, *rotated),
             written=tuple(written[number] for number in sorted(moved.written)),
-            backward_read=(*flowing, *(() if free else saved_tensors), *beside_back),
+            backward_read=(*flowing, *(() if free else saved_tensors), *rotated_back),
             backward_written=(*gradients, *flowing) if filled else tuple(gradients),
             products=products,
             gradients=gradient_orders(contracted, differentiable) if products else (),
@@ -309,9 +305,9 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
-            between=between_products(node, precision, batch_factor, device, scaled=scaling is not None)
+            between=BetweenProducts.of(node, precision, batch_factor, device, scaled=scaling is not None)
             if experts
-            else None,
+            else CopyBefore.of(node, rule, device, precision, batch_factor),
             casts=casts[0],
             casts_back=casts[1],
             added=tuple(
@@ -391,7 +387,7 @@ class OpCost:
 
     def beside_products_s(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Seconds of the forward of experts whose products are there already."""
-        assert self.between is not None
+        assert isinstance(self.between, BetweenProducts)
         degrees = _degrees(assignment, mesh)
         between = self.between.time(self.device, degrees, num_microbatches, self._largest_share(degrees))
         return self.launches[0] * self.device.kernel_launch_s + between.forward_s

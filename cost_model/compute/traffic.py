@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from autopar.cost_model.compute.flops import op_name
+from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.scans import elements_of_scan, is_scan
 from autopar.cost_model.hardware.device import Device
-from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, FunctionName
+from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, FunctionName, transposed
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule, TensorFactors
@@ -29,8 +30,8 @@ _FUNCTION_OF = {"cross_entropy": "log_softmax"}
 # profiler on CPUs in torch 2.13).
 _READ_IN_ORDER = {"layer_norm": True, "softmax": False, "log_softmax": False}
 
-# A core reads a transposed tensor this many times as long as one in order: it uses an element of each line of a cache
-# (measured: 0.33 to 0.37 ns an element of a copy of 96 to 384 channels, and 0.16 in order).
+# A core takes this many times as long for it, at the least, where neighbours do not lie beside each other: of each line
+# of its cache it uses an element. A profile has it by how far they lie apart.
 _TRANSPOSED_ON_CPU = 2.0
 
 # An addition reads two tensors and writes one.
@@ -111,18 +112,47 @@ def extra_passes(
     return _passes(tensor_operands(node)[0].meta["val"].numel(), rule.operands[0], widths, batch_factor)
 
 
+@dataclass(frozen=True, slots=True)
+class CopyBefore:
+    """A copy of an operand, in the order that a kernel reads it in. width: bytes an element that are read and written.
+    name: of how far its neighbours lie apart, where that is not beside each other. again: in backward, too."""
+
+    elements: MovedTensor
+    width: float
+    name: FunctionName | None
+    again: bool
+
+    def time(self, device: Device, degrees: dict[str, int], num_microbatches: int, most: float) -> OpTime:
+        """Seconds of one microbatch on a rank."""
+        local = self.elements.local(degrees, num_microbatches)
+        seconds = device.memory_seconds(local * self.width)
+        if self.name is not None:
+            seconds = max(seconds, local * device.function_time(self.name).forward_s)
+        return OpTime(seconds, seconds if self.again else 0.0)
+
+    @classmethod
+    def of(
+        cls, node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
+    ) -> CopyBefore | None:
+        """Of an op's first operand; None of one that is read as it lies."""
+        if op_name(node) not in _READ_IN_ORDER or device.stack.fuses:
+            return None
+        value, names = tensor_operands(node)[0].meta["val"], frozenset(f for dim in rule.operands[0] for f in dim)
+        if value.is_contiguous():
+            return None
+        itemsize = itemsize_of(value.dtype, precision)
+        apart = value.stride(-1) * itemsize if value.stride(-1) > 1 else 0
+        elements = MovedTensor(float(value.numel()), names, batch_factor in names)
+        width = 2.0 * itemsize * (_TRANSPOSED_ON_CPU if device.is_cpu and apart else 1.0)
+        return cls(elements, width, transposed(apart) if apart else None, _READ_IN_ORDER[op_name(node)])
+
+
 def passes_beside(
     node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
 ) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
-    """What is moved beside the one kernel of an op: copies of an operand in the order that it is read in, and
-    the rotation of queries or keys, which is counted with ``cat(-x2, x1)``, of its size."""
+    """What is moved beside the one kernel of an op: the rotation of queries or keys, which is counted with
+    ``cat(-x2, x1)``, of its size."""
     operands = tensor_operands(node)
-    if op_name(node) in _READ_IN_ORDER and not device.stack.fuses:
-        value = operands[0].meta["val"]
-        width = 0.0 if value.is_contiguous() else 2.0 * itemsize_of(value.dtype, precision)
-        width *= _TRANSPOSED_ON_CPU if device.is_cpu else 1.0
-        again = width * _READ_IN_ORDER[op_name(node)]
-        return _passes(value.numel(), rule.operands[0], (width, again), batch_factor) if width else ((), ())
     widths = device.stack.rotation_bytes
     if not any(widths) or op_name(node) != "cat" or len(operands) != 2 or op_name(operands[0]) != "neg":
         return (), ()

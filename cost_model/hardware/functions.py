@@ -1,5 +1,5 @@
 """Exponentials, hyperbolic tangents and the like of the elements of a tensor, where a core takes longer for them than
-for its memory: seconds of an element, forward and backward.
+for its memory: seconds of an element, forward and backward. A copy in another order is one of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 FunctionName = Literal[
     "cos", "elu", "erf", "exp", "gelu", "gelu_tanh", "log", "log_softmax", "mish", "sigmoid", "silu", "sin", "softmax",
-    "softplus", "tanh",
+    "softplus", "tanh", "transposed", "transposed_1024", "transposed_4096",
 ]  # fmt: skip
 
 FUNCTIONS: tuple[FunctionName, ...] = get_args(FunctionName)
@@ -30,6 +30,15 @@ _OVER_GELU: Mapping[FunctionName, float] = {
     "softplus": 0.75,
     "tanh": 0.3,
 }
+
+
+def transposed(apart: int) -> FunctionName:
+    """The name of a copy of a tensor whose neighbours lie ``apart`` bytes from each other.
+
+    Lines of memory that are a multiple of 4,096 bytes apart have the same few places in a core's cache: one leaves it
+    before its other elements are read. At multiples of 1,024 there are four times as many.
+    """
+    return "transposed_4096" if apart % 4096 == 0 else "transposed_1024" if apart % 1024 == 0 else "transposed"
 
 
 class ElementTime(NamedTuple):

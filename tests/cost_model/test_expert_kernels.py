@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.compute.expert_kernels import between_products
+from autopar.cost_model.compute.expert_kernels import BetweenProducts
 from autopar.cost_model.compute.op_roofline import OpCost
 from autopar.cost_model.hardware.functions import ElementTime
 from autopar.ir.mesh import Mesh
@@ -54,7 +54,7 @@ class Moved(TorchDispatchMode):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_bytes_between_products_are_those_of_the_ops_that_run_there(gated: bool) -> None:
-    priced = between_products(moe("silu", gated=gated), "fp32", None, CORE).moved
+    priced = BetweenProducts.of(moe("silu", gated=gated), "fp32", None, CORE).moved
     torch.manual_seed(0)
     x, _, weight, up, down = (torch.randn(size, requires_grad=True) for size in shapes(gated=gated))
     index = torch.rand(TOKENS, EXPERTS).topk(CHOICES).indices
@@ -87,7 +87,7 @@ def test_experts_whose_products_are_there_take_what_runs_between_them() -> None:
     node = moe("silu", gated=True)
     cost = OpCost.of(node, rule_for(node), CORE)
     beside, mesh = cost.beside_products_s((None,), ONE, 1), Mesh.of(ep=4)
-    between = between_products(node, "fp32", None, CORE).time(CORE, {}, 1, 1.0).forward_s
+    between = BetweenProducts.of(node, "fp32", None, CORE).time(CORE, {}, 1, 1.0).forward_s
     assert between < beside < between + 20 * CORE.kernel_launch_s
     assert beside < cost.time((None,), ONE).forward_s
     assert cost.beside_products_s(("experts",), mesh, 1) < 0.5 * beside, "a quarter of the rows"

@@ -311,6 +311,20 @@ def test_a_norm_copies_what_lies_in_another_order(stack: str, copied: bool) -> N
     assert permuted.backward_s == pytest.approx(in_order.backward_s + both_ways)
 
 
+@pytest.mark.parametrize(("positions", "seconds"), [(1024, 9e-8), (1280, 6e-8), (784, 3e-8)])
+def test_a_core_copies_slower_what_has_few_places_in_its_cache(positions: int, seconds: float) -> None:
+    copies = {"transposed": 3e-8, "transposed_1024": 6e-8, "transposed_4096": 9e-8}
+    core = make_cluster("cpu", 1).device
+    core = replace(core, functions=tuple((name, ElementTime(own)) for name, own in copies.items()))
+    norm = call(aten.layer_norm.default, (8, positions, 96), [96], (96,), (96,))
+    in_order = op_time(norm, rule_for(norm), (None,), ONE, core)
+    with FakeTensorMode():
+        norm.args[0].meta["val"] = torch.empty(8, 96, positions).transpose(1, 2)
+    permuted = op_time(norm, rule_for(norm), (None,), ONE, core)
+    assert permuted.forward_s - in_order.forward_s == pytest.approx(8 * 96 * positions * seconds)
+    assert permuted.backward_s - in_order.backward_s == pytest.approx(8 * 96 * positions * seconds)
+
+
 def test_bias_adds_no_product() -> None:
     with_bias = call(aten.linear.default, (8, 512, 1024), (4096, 1024), (4096,))
     assert seconds(with_bias).backward_s == pytest.approx(seconds(linear()).backward_s, rel=0.05)
