@@ -386,8 +386,9 @@ class OpCost:
         return sum(t.local(degrees, num_microbatches) for t in self.written)
 
     def beside_products_s(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
-        """Seconds of the forward of experts whose products are there already."""
-        assert isinstance(self.between, BetweenProducts)
+        """Seconds of the forward of experts whose products are there already; 0 of other ops."""
+        if not isinstance(self.between, BetweenProducts):
+            return 0.0
         degrees = _degrees(assignment, mesh)
         between = self.between.time(self.device, degrees, num_microbatches, self._largest_share(degrees))
         return self.launches[0] * self.device.kernel_launch_s + between.forward_s

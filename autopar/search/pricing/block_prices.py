@@ -245,11 +245,14 @@ class _Ops:
             compute += total + -1.0 * lowered
             inside += lowered
             contracts = is_contraction(node, workload.rule(node))
+            dear = lowered.forward_s
             if contracts:
-                contraction += (total + -1.0 * lowered).forward_s
+                cost = pricing.ops.cost(node)
+                dear = total.forward_s - cost.beside_products_s(assignments[node], pricing.mesh, pricing.parts)
+                contraction += dear - lowered.forward_s
             if node in unrepeated:
                 unreached += total.forward_s
-                unreached_dear += total.forward_s if contracts else lowered.forward_s
+                unreached_dear += dear
             share = pricing.delayed_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
             if share:
