@@ -75,6 +75,9 @@ _FUNCTIONS: Mapping[FunctionName, Callable[[Tensor], Tensor]] = {
     "transposed_4096": lambda x: _transposed(x, 1024),
 }
 
+# Elements of a row that are few beside what a norm takes for the row.
+_NARROW = 16
+
 # That an optimiser has.
 _PARAMETERS = 16
 
@@ -113,6 +116,8 @@ def measure_compute(
     if not gpu:
         progress("functions of elements")
         samples.functions |= {name: _function(clock, taken) for name, taken in _FUNCTIONS.items()}
+        forward_s, backward_s = _function(clock, _narrow_rows)
+        samples.functions["normalised_row"] = ElementTime(_NARROW * forward_s, _NARROW * backward_s)
 
 
 @dataclass(slots=True)
@@ -201,6 +206,11 @@ def _function(clock: Clock, taken: Callable[[Tensor], Tensor]) -> ElementTime:
 
     forward_s, both_s = clock.time(lambda: taken(next(each))), clock.time(both)
     return ElementTime(forward_s / grad.numel(), max(0.0, both_s - forward_s) / grad.numel())
+
+
+def _narrow_rows(x: Tensor) -> Tensor:
+    """A layer norm that has more rows than elements in one of them."""
+    return functional.layer_norm(x.view(-1, _NARROW), (_NARROW,))
 
 
 def _transposed(x: Tensor, positions: int, channels: int = 256) -> Tensor:

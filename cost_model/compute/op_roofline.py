@@ -66,7 +66,7 @@ from autopar.cost_model.compute.scans import is_scan, launches_of_scan
 from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
     WORK,
-    CopyBefore,
+    BesideMemory,
     Function,
     MovedTensor,
     extra_passes,
@@ -116,10 +116,10 @@ class OpCost:
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
     casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
-    before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were.
-    documents: of an attention that runs document by document, those of a row, and ``flops`` are
-    as many as take so long at the efficiency of whole rows. between: what runs between the products of experts, or
-    a copy before an op. added: float32 gradients of weights, read and written by the products that add to them.
+    before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were. documents:
+    of an attention that runs document by document, those of a row; ``flops`` are as many as take so long at the
+    efficiency of whole rows. between: the products of experts. beside: what a norm takes beside its memory. added:
+    float32 gradients of weights, read and written by the products that add to them.
     """
 
     name: str
@@ -152,7 +152,8 @@ class OpCost:
     balanced: bool = False
     loads: Loads = ()
     documents: Documents | None = None
-    between: BetweenProducts | CopyBefore | None = None
+    between: BetweenProducts | None = None
+    beside: BesideMemory | None = None
     casts: tuple[MovedTensor, ...] = ()
     casts_back: tuple[MovedTensor, ...] = ()
     added: tuple[MovedTensor, ...] = ()
@@ -307,7 +308,8 @@ class OpCost:
             documents=documents,
             between=BetweenProducts.of(node, precision, batch_factor, device, scaled=scaling is not None)
             if experts
-            else CopyBefore.of(node, rule, device, precision, batch_factor),
+            else None,
+            beside=BesideMemory.of(node, rule, device, precision, batch_factor),
             casts=casts[0],
             casts_back=casts[1],
             added=tuple(
@@ -346,13 +348,14 @@ class OpCost:
         forward = backward = 0.0
         taken, taken_back = function_time(self.function, self.device, degrees, num_microbatches)
         beside = self._by_document(degrees, num_microbatches)
+        if self.beside is not None:
+            beside += self.beside.time(degrees, num_microbatches)
         if self.between is not None:
             beside += self.between.time(self.device, degrees, num_microbatches, most)
         if not self.free:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
             forward = self._together(computing, self.device.kernel_seconds(moved), taken) + launch + beside.forward_s
-            casts = self._moved(self.casts, degrees, num_microbatches, 1.0)
-            forward += self.device.memory_seconds(casts)
+            forward += self.device.memory_seconds(self._moved(self.casts, degrees, num_microbatches, 1.0))
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
@@ -387,7 +390,7 @@ class OpCost:
 
     def beside_products_s(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Seconds of the forward of experts whose products are there already; 0 of other ops."""
-        if not isinstance(self.between, BetweenProducts):
+        if self.between is None:
             return 0.0
         degrees = _degrees(assignment, mesh)
         between = self.between.time(self.device, degrees, num_microbatches, self._largest_share(degrees))

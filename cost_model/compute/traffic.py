@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, Functi
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule, TensorFactors
+from autopar.ir.rules.call import call_of
 
 # Ops that run as several kernels over their first operand on a core: bytes an element of it that forward and backward
 # move beyond each tensor once (``Stack.extra_bytes`` on a GPU). Cross entropy normalises and then picks. Of rms_norm
@@ -113,38 +115,51 @@ def extra_passes(
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBefore:
-    """A copy of an operand, in the order that a kernel reads it in. width: bytes an element that are read and written.
-    name: of how far its neighbours lie apart, where that is not beside each other. again: in backward, too."""
+class BesideMemory:
+    """What a norm or a softmax takes beside one pass over its memory: of elements or rows, seconds of each."""
 
-    elements: MovedTensor
-    width: float
-    name: FunctionName | None
-    again: bool
+    parts: tuple[tuple[MovedTensor, ElementTime], ...]
 
-    def time(self, device: Device, degrees: dict[str, int], num_microbatches: int, most: float) -> OpTime:
+    def time(self, degrees: dict[str, int], num_microbatches: int) -> OpTime:
         """Seconds of one microbatch on a rank."""
-        local = self.elements.local(degrees, num_microbatches)
-        seconds = device.memory_seconds(local * self.width)
-        if self.name is not None:
-            seconds = max(seconds, local * device.function_time(self.name).forward_s)
-        return OpTime(seconds, seconds if self.again else 0.0)
+        taken = [(own.local(degrees, num_microbatches), seconds) for own, seconds in self.parts]
+        return OpTime(*(sum(count * seconds[way] for count, seconds in taken) for way in range(2)))
 
     @classmethod
     def of(
         cls, node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
-    ) -> CopyBefore | None:
-        """Of an op's first operand; None of one that is read as it lies."""
-        if op_name(node) not in _READ_IN_ORDER or device.stack.fuses:
+    ) -> BesideMemory | None:
+        """Of an op; None of one that takes nothing else.
+
+        A first operand that lies in another order than that of its dimensions is copied. On a core a layer norm takes
+        statistics row by row.
+        """
+        name = op_name(node)
+        if name not in _READ_IN_ORDER or device.stack.fuses:
             return None
-        value, names = tensor_operands(node)[0].meta["val"], frozenset(f for dim in rule.operands[0] for f in dim)
-        if value.is_contiguous():
-            return None
-        itemsize = itemsize_of(value.dtype, precision)
-        apart = value.stride(-1) * itemsize if value.stride(-1) > 1 else 0
-        elements = MovedTensor(float(value.numel()), names, batch_factor in names)
-        width = 2.0 * itemsize * (_TRANSPOSED_ON_CPU if device.is_cpu and apart else 1.0)
-        return cls(elements, width, transposed(apart) if apart else None, _READ_IN_ORDER[op_name(node)])
+        value, dims, parts = tensor_operands(node)[0].meta["val"], rule.operands[0], []
+        if not value.is_contiguous():
+            copied = ElementTime(_copy_s(value, device, precision), 0.0)
+            parts.append((value.numel(), dims, copied._replace(backward_s=copied[0] * _READ_IN_ORDER[name])))
+        row = device.function_time("normalised_row")
+        if name == "layer_norm" and row.forward_s:
+            width = prod(call_of(node).bound()["normalized_shape"])
+            parts.append((value.numel() // width, dims, row))
+        found = []
+        for count, dimensions, seconds in parts:
+            names = frozenset(factor for dimension in dimensions for factor in dimension)
+            found.append((MovedTensor(float(count), names, batch_factor in names), seconds))
+        return cls(tuple(found)) if found else None
+
+
+def _copy_s(value: torch.Tensor, device: Device, precision: str) -> float:
+    """Seconds of an element that is copied in the order of its dimensions."""
+    itemsize = itemsize_of(value.dtype, precision)
+    in_order = device.memory_seconds(2.0 * itemsize)
+    apart = value.stride(-1) * itemsize
+    if not device.is_cpu or apart <= itemsize:
+        return in_order
+    return max(_TRANSPOSED_ON_CPU * in_order, device.function_time(transposed(apart)).forward_s)
 
 
 def passes_beside(

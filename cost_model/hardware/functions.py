@@ -1,5 +1,5 @@
 """Exponentials, hyperbolic tangents and the like of the elements of a tensor, where a core takes longer for them than
-for its memory: seconds of an element, forward and backward. A copy in another order is one of them.
+for its memory: seconds of an element, forward and backward. Copies in another order, and rows of a layer norm, too.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, get_args
 
 FunctionName = Literal[
-    "cos", "elu", "erf", "exp", "gelu", "gelu_tanh", "log", "log_softmax", "mish", "sigmoid", "silu", "sin", "softmax",
-    "softplus", "tanh", "transposed", "transposed_1024", "transposed_4096",
+    "cos", "elu", "erf", "exp", "gelu", "gelu_tanh", "log", "log_softmax", "mish", "normalised_row", "sigmoid",
+    "silu", "sin", "softmax", "softplus", "tanh", "transposed", "transposed_1024", "transposed_4096",
 ]  # fmt: skip
 
 FUNCTIONS: tuple[FunctionName, ...] = get_args(FunctionName)

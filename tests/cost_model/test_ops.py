@@ -325,6 +325,15 @@ def test_a_core_copies_slower_what_has_few_places_in_its_cache(positions: int, s
     assert permuted.backward_s - in_order.backward_s == pytest.approx(8 * 96 * positions * seconds)
 
 
+def test_a_core_takes_time_for_each_row_of_a_norm() -> None:
+    core = make_cluster("cpu", 1).device
+    slow = replace(core, functions=(("normalised_row", ElementTime(2e-6, 1e-6)),))
+    norm = call(aten.layer_norm.default, (8, 50, 4, 24), [4, 24], (4, 24), (4, 24))
+    first, second = (op_time(norm, rule_for(norm), (None,), ONE, device) for device in (core, slow))
+    assert second.forward_s - first.forward_s == pytest.approx(8 * 50 * 2e-6)
+    assert second.backward_s - first.backward_s == pytest.approx(8 * 50 * 1e-6)
+
+
 def test_bias_adds_no_product() -> None:
     with_bias = call(aten.linear.default, (8, 512, 1024), (4096, 1024), (4096,))
     assert seconds(with_bias).backward_s == pytest.approx(seconds(linear()).backward_s, rel=0.05)
