@@ -137,19 +137,17 @@ class BesideMemory:
         name = op_name(node)
         if name not in _READ_IN_ORDER or device.stack.fuses:
             return None
-        value, dims, parts = tensor_operands(node)[0].meta["val"], rule.operands[0], []
+        value, names = tensor_operands(node)[0].meta["val"], frozenset(f for dim in rule.operands[0] for f in dim)
+        parts: list[tuple[int, ElementTime]] = []
         if not value.is_contiguous():
-            copied = ElementTime(_copy_s(value, device, precision), 0.0)
-            parts.append((value.numel(), dims, copied._replace(backward_s=copied[0] * _READ_IN_ORDER[name])))
+            seconds = _copy_s(value, device, precision)
+            parts.append((value.numel(), ElementTime(seconds, seconds if _READ_IN_ORDER[name] else 0.0)))
         row = device.function_time("normalised_row")
         if name == "layer_norm" and row.forward_s:
             width = prod(call_of(node).bound()["normalized_shape"])
-            parts.append((value.numel() // width, dims, row))
-        found = []
-        for count, dimensions, seconds in parts:
-            names = frozenset(factor for dimension in dimensions for factor in dimension)
-            found.append((MovedTensor(float(count), names, batch_factor in names), seconds))
-        return cls(tuple(found)) if found else None
+            parts.append((value.numel() // width, row))
+        batched = batch_factor in names
+        return cls(tuple((MovedTensor(float(count), names, batched), own) for count, own in parts)) if parts else None
 
 
 def _copy_s(value: torch.Tensor, device: Device, precision: str) -> float:
