@@ -207,12 +207,12 @@ class ClusterDescription(_Model):
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
     large elementwise kernels; bandwidth_by_mib: MiB that a kernel reads and writes -> GB/s that it achieves, where they
     are not the same for all. launch_us: floor of the time of a kernel. functions_ns: of an element, an exponential or
-    the like, or a copy in another order, forward and backward; transcendental_ns: of a GELU by tanh, of which the
-    others take a share. stack: the software whose kernels count where no figure is measured. optimizer_gb_s: achieved
-    by a fused AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows
-    with the root of the time. host_gb_s: achieved between host and device; host_memory_gb: of one GPU's share, for
-    what is offloaded. storage_gb_s: of checkpoints that all ranks write or read together. spares: nodes in reserve
-    beyond those of ``num_gpus``; without it as many are taken as are worth it.
+    the like, or a copy in another order, or of a row of a layer norm, forward and backward; transcendental_ns: of a
+    GELU by tanh, of which the others take a share. stack: the software whose kernels count where no figure is measured.
+    optimizer_gb_s: achieved by a fused AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond
+    of equal work; it grows with the root of the time. host_gb_s: achieved between host and device; host_memory_gb: of
+    one GPU's share, for what is offloaded. storage_gb_s: of checkpoints that all ranks write or read together. spares:
+    nodes in reserve beyond those of ``num_gpus``; without it as many are taken as are worth it.
     """
 
     gpu: str | None = None

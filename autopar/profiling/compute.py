@@ -70,6 +70,7 @@ _FUNCTIONS: Mapping[FunctionName, Callable[[Tensor], Tensor]] = {
     "softmax": partial(functional.softmax, dim=-1),
     "softplus": functional.softplus,
     "tanh": torch.tanh,
+    # Of so many positions of four bytes: channels are 4,032, 1,024 and 4,096 bytes apart.
     "transposed": lambda x: _transposed(x, 1008),
     "transposed_1024": lambda x: _transposed(x, 256),
     "transposed_4096": lambda x: _transposed(x, 1024),

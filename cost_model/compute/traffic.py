@@ -32,8 +32,8 @@ _FUNCTION_OF = {"cross_entropy": "log_softmax"}
 # profiler on CPUs in torch 2.13).
 _READ_IN_ORDER = {"layer_norm": True, "softmax": False, "log_softmax": False}
 
-# A core takes this many times as long for it, at the least, where neighbours do not lie beside each other: of each line
-# of its cache it uses an element. A profile has it by how far they lie apart.
+# A core takes this many times as long for it, at the least, where elements are read with a stride: it uses one of each
+# cache line. A profile has it by the stride (``transposed``).
 _TRANSPOSED_ON_CPU = 2.0
 
 # An addition reads two tensors and writes one.

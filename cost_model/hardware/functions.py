@@ -1,5 +1,6 @@
 """Exponentials, hyperbolic tangents and the like of the elements of a tensor, where a core takes longer for them than
-for its memory: seconds of an element, forward and backward. Copies in another order, and rows of a layer norm, too.
+for its memory: seconds of an element, forward and backward. Copies in another order of memory have theirs, too, and so
+has a row of a layer norm (``normalised_row``).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _OVER_GELU: Mapping[FunctionName, float] = {
 
 
 def transposed(apart: int) -> FunctionName:
-    """The name of a copy of a tensor whose neighbours lie ``apart`` bytes from each other.
+    """The name of a copy that reads elements with a stride of ``apart`` bytes.
 
-    Lines of memory that are a multiple of 4,096 bytes apart have the same few places in a core's cache: one leaves it
-    before its other elements are read. At multiples of 1,024 there are four times as many.
+    Cache lines that are a multiple of 4,096 bytes apart map to one set of a core's first-level cache and evict each
+    other before their other elements are read (conflict misses). Of multiples of 1,024 there are four such sets.
     """
     return "transposed_4096" if apart % 4096 == 0 else "transposed_1024" if apart % 1024 == 0 else "transposed"
 

@@ -13,11 +13,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.compute.expert_imbalance import share_of_busiest
 from autopar.cost_model.compute.flops import is_contraction, op_name
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
-from autopar.cost_model.hardware.functions import ElementTime
 from autopar.cost_model.stacks.attention_kernels import FLASH2_AMPERE
 from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.analysis.views import is_view
@@ -136,48 +134,10 @@ def test_backward_of_a_linear_is_two_products_unless_its_input_needs_no_gradient
     assert seconds(node, needs_grad=frozenset()).backward_s == 0
 
 
-def moe(tokens: int, num_experts: int) -> fx.Node:
-    """Two of the experts for each token."""
-    x, chosen, hidden, inner = (tokens, 1024), (tokens, 2), 1024, 2048
-    up, down = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-    return call(composite.moe, x, chosen, chosen, up, down, activation="silu", gated=True, ints=(1,))
-
-
 def test_the_kernel_of_a_convolution_is_part_of_its_depth() -> None:
     kernel = OPS["convolution"]
     (product,) = OpCost.of(kernel, rule_for(kernel), A100).products
     assert product.depth == 9.0
-
-
-def test_experts_are_products_of_the_rows_that_each_of_them_gets() -> None:
-    few, many = moe(1 << 15, 8), moe(1 << 15, 512)
-    cost = OpCost.of(few, rule_for(few), A100, precision="bf16")
-    assert [p.rows * (1 << 15) for p in cost.products] == pytest.approx([2 * (1 << 15) / 8] * 2)
-    assert sum(p.flops for p in cost.products) == rule_for(few).flops
-    rate = 312e12 * A100.matmul_rate("bf16").efficiency
-    ideal = rule_for(few).flops / rate
-    assert ideal < seconds(few, precision="bf16").forward_s < 2 * ideal, "and kernels between the products"
-    assert seconds(many, precision="bf16").backward_s > 1.1 * seconds(few, precision="bf16").backward_s, "128 rows each"
-
-
-@pytest.mark.parametrize("name", ["autopar", "autopar-compiled", "megatron-core-2025"])
-def test_biases_of_experts_move_what_the_kernels_of_a_stack_do(name: str) -> None:
-    tokens, hidden, inner = 1 << 15, 1024, 2048
-    shapes: list[Any] = [(tokens, hidden), (tokens, 2), (tokens, 2), (8, 2 * inner, hidden), (8, hidden, inner)]
-    options: dict[str, Any] = {"activation": "silu", "gated": True, "ints": (1,)}
-    device = make_cluster("h100-sxm", 8, stack=find_stack(name)).device
-    (up, up_back), (down, down_back) = device.stack.expert_biases
-    launches = [8 * device.kernel_launch_s * own for own in device.stack.launches_of_bias]
-    without, biased = (
-        op_time(node, rule_for(node), (None,), ONE, device, precision="bf16")
-        for node in (call(composite.moe, *shapes, *own, **options) for own in ([], [(8, 2 * inner), (8, hidden)]))
-    )
-    rows = 2 * tokens
-    added = biased.forward_s - without.forward_s, biased.backward_s - without.backward_s
-    moved = rows * (2 * inner * up + hidden * down), rows * (2 * inner * up_back + hidden * down_back)
-    expected = tuple(device.memory_seconds(own) + kernels for own, kernels in zip(moved, launches, strict=True))
-    assert added == pytest.approx(expected, rel=0.01, abs=1e-6)
-    assert without.total_s < biased.total_s < 2 * without.total_s
 
 
 @pytest.mark.parametrize("window", [128, 1024, 4096, 1 << 14])
@@ -211,127 +171,6 @@ def test_a_product_of_few_rows_takes_as_long_as_the_gradient_that_it_adds_to(row
     assert adding >= device.memory_seconds(8 * width)
     alone = OpCost.of(node, rule_for(node), device, precision="bf16", batch_factor="d0").time((None,), ONE)
     assert alone == OpCost.of(node, rule_for(node), plain, precision="bf16", batch_factor="d0").time((None,), ONE)
-
-
-def test_experts_on_a_core_reach_the_rate_of_other_products() -> None:
-    core = make_cluster("cpu", 1, 1).device
-    assert core.stack.grouped < 1.0
-    node, other = moe(4096, 1), linear(8, 512, 1024, 4096)
-    own = OpCost.of(node, rule_for(node), core, precision="fp32")
-    assert own.efficiency == OpCost.of(other, rule_for(other), core, precision="fp32").efficiency
-
-
-def test_experts_on_streams_have_kernels_of_their_own() -> None:
-    node = moe(1 << 15, 64)
-    device = make_cluster("h100-sxm", 8, stack=find_stack("megatron-core-2025")).device
-    of_an_expert = OpCost.of(node, rule_for(node), device, precision="bf16").of_an_expert
-    assert of_an_expert == (2, 4), "two products, and those of their gradients"
-    grouped = replace(device, stack=replace(device.stack, expert_by_expert=False))
-    own, joint = (OpCost.of(node, rule_for(node), d, precision="bf16").time((None,), ONE) for d in (device, grouped))
-    assert own.forward_s - joint.forward_s == pytest.approx(64 * 2 * device.kernel_launch_s)
-    assert own.backward_s - joint.backward_s == pytest.approx(64 * 4 * device.kernel_launch_s)
-
-
-def test_rows_that_travel_leave_experts_as_many() -> None:
-    node, mesh = moe(1 << 12, 64), Mesh.of(ep=8)
-    rule = rule_for(node)
-    (dispatch,) = rule.joint
-    cost = OpCost.of(node, rule, A100, precision="bf16", batch_factor=dispatch.split("&")[0])
-    travelling, divided = cost.time((dispatch,), mesh), cost.time((dispatch.split("&")[0],), mesh)
-    assert travelling.forward_s < 0.8 * divided.forward_s, "an eighth of the tokens is 16 rows for each expert"
-
-
-def test_experts_without_a_kernel_for_all_of_them_take_launches_each() -> None:
-    node = moe(64, 64)
-    single, grouped = (OpCost.of(node, rule_for(node), A100, precision=p) for p in ("fp32", "bf16"))
-    assert (single.of_an_expert, grouped.of_an_expert) == ((8, 16), (0, 0))
-    whole, shared = single.time((None,), ONE), single.time(("experts",), Mesh.of(ep=8))
-    assert whole.forward_s - shared.forward_s > 2 * 4 * 56 * A100.kernel_launch_s
-
-
-def test_the_rank_whose_experts_get_most_is_waited_for() -> None:
-    even, skewed = (1.0,) * 8, (4.0, 4.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0)
-    assert share_of_busiest((), 8, 4) == share_of_busiest((even,), 8, 4) == 1.0
-    assert share_of_busiest((skewed,), 8, 4) == 2.0
-    assert share_of_busiest((skewed,), 8, 2) == 1.0
-    assert share_of_busiest((even, skewed), 8, 4) == 1.5
-    assert share_of_busiest((skewed,), 16, 4) == 1.0, "of layers with as many experts"
-    node = moe(1 << 15, 8)
-    known = OpCost.of(node, rule_for(node), A100, precision="bf16", loads=(skewed,))
-    unknown = OpCost.of(node, rule_for(node), A100, precision="bf16")
-    assert known.time((None,), ONE) == unknown.time((None,), ONE)
-    mesh = Mesh.of(ep=4)
-    slow, fast = known.time(("experts",), mesh), unknown.time(("experts",), mesh)
-    assert slow.forward_s == pytest.approx(2 * fast.forward_s, rel=0.05)
-    assert slow.backward_s == pytest.approx(2 * fast.backward_s, rel=0.05)
-
-
-def test_on_a_core_products_wait_for_memory() -> None:
-    cpu, node = make_cluster("cpu", 1).device, linear()
-    cost = OpCost.of(node, rule_for(node), cpu)
-    (product,) = cost.products
-    assert cost.time((None,), ONE).forward_s > sum(
-        (
-            product.flops / (cost.rate.peak_flops * cost.efficiency),
-            cpu.memory_seconds(4 * (8 * 512 * 1024 + 1024 * 4096 + 8 * 512 * 4096)),
-        )
-    )
-
-
-def test_a_function_of_elements_takes_longer_than_their_memory() -> None:
-    """By name, forward and backward; a GELU by tanh is another than one by the error function."""
-    measured = {"gelu": ElementTime(10e-9, 30e-9), "gelu_tanh": ElementTime(50e-9, 70e-9)}
-    core = replace(make_cluster("cpu", 1, 1).device, functions=tuple(measured.items()))
-    elements = 1 << 20
-
-    def of(node: fx.Node) -> tuple[float, float]:
-        time = op_time(node, rule_for(node), (None,), ONE, core)
-        return time.forward_s / elements, time.backward_s / elements
-
-    by_erf, by_tanh = (call(aten.gelu.default, (1 << 10, 1 << 10), **how) for how in ({}, {"approximate": "tanh"}))
-    assert of(by_erf) == pytest.approx((10e-9, 30e-9), rel=0.02)
-    assert of(by_tanh) == pytest.approx((50e-9, 70e-9), rel=0.02)
-    hidden = op_time(by_tanh, rule_for(by_tanh), (None,), ONE, A100)
-    assert hidden == op_time(by_erf, rule_for(by_erf), (None,), ONE, A100)
-
-
-@pytest.mark.parametrize(
-    ("stack", "copied"),
-    [("autopar", True), pytest.param("autopar-compiled", False, id="a kernel made for the order as it is")],
-)
-def test_a_norm_copies_what_lies_in_another_order(stack: str, copied: bool) -> None:
-    norm = call(aten.layer_norm.default, (64, 1024, 512), [512], (512,), (512,))
-    device = replace(A100, stack=find_stack(stack), kernel_launch_s=0.0)
-    in_order = op_time(norm, rule_for(norm), (None,), ONE, device)
-    with FakeTensorMode():
-        norm.args[0].meta["val"] = torch.empty(64, 512, 1024).transpose(1, 2)
-    permuted = op_time(norm, rule_for(norm), (None,), ONE, device)
-    both_ways = device.memory_seconds(2 * 4 * 64 * 1024 * 512) if copied else 0.0
-    assert permuted.forward_s == pytest.approx(in_order.forward_s + both_ways)
-    assert permuted.backward_s == pytest.approx(in_order.backward_s + both_ways)
-
-
-@pytest.mark.parametrize(("positions", "seconds"), [(1024, 9e-8), (1280, 6e-8), (784, 3e-8)])
-def test_a_core_copies_slower_what_has_few_places_in_its_cache(positions: int, seconds: float) -> None:
-    copies = {"transposed": 3e-8, "transposed_1024": 6e-8, "transposed_4096": 9e-8}
-    core = make_cluster("cpu", 1).device
-    core = replace(core, functions=tuple((name, ElementTime(own)) for name, own in copies.items()))
-    norm = call(aten.layer_norm.default, (8, positions, 96), [96], (96,), (96,))
-    in_order = op_time(norm, rule_for(norm), (None,), ONE, core)
-    with FakeTensorMode():
-        norm.args[0].meta["val"] = torch.empty(8, 96, positions).transpose(1, 2)
-    permuted = op_time(norm, rule_for(norm), (None,), ONE, core)
-    assert permuted.forward_s - in_order.forward_s == pytest.approx(8 * 96 * positions * seconds)
-    assert permuted.backward_s - in_order.backward_s == pytest.approx(8 * 96 * positions * seconds)
-
-
-def test_a_core_takes_time_for_each_row_of_a_norm() -> None:
-    core = make_cluster("cpu", 1).device
-    slow = replace(core, functions=(("normalised_row", ElementTime(2e-6, 1e-6)),))
-    norm = call(aten.layer_norm.default, (8, 50, 4, 24), [4, 24], (4, 24), (4, 24))
-    first, second = (op_time(norm, rule_for(norm), (None,), ONE, device) for device in (core, slow))
-    assert second.forward_s - first.forward_s == pytest.approx(8 * 50 * 2e-6)
-    assert second.backward_s - first.backward_s == pytest.approx(8 * 50 * 1e-6)
 
 
 def test_bias_adds_no_product() -> None:

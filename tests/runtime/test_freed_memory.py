@@ -47,7 +47,8 @@ def new_pages(place: str, **variables: str) -> int:
     return int(run.stdout)
 
 
-# mallopt and page faults by size are of glibc on Linux; elsewhere ``freed_memory`` does nothing that could be counted.
+# mallopt, malloc_trim and page faults by size are of glibc on Linux; with another C library ``freed_memory`` does
+# nothing, by design, so that there is nothing to count.
 of_glibc = pytest.mark.skipif(
     "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="another C library decides for itself"
 )
