@@ -134,7 +134,12 @@ def found(name: str) -> Found:
     start = time.perf_counter()
     corners = frontier(kept_graph(pricing, layouts_of(pricing.workload, assignment), kind))
     seconds = time.perf_counter() - start
-    return Found(block.name, list(zip(price.saved_bytes, price.recomputed_s, strict=True)), corners, seconds)
+    return Found(
+        block.name,
+        list(zip(price.saved_bytes, (own.total_s for own in price.recomputed), strict=True)),
+        corners,
+        seconds,
+    )
 
 
 def on_line(one: Found, num_bytes: float) -> float:

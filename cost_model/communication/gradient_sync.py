@@ -261,16 +261,3 @@ def optimizer_time(numel: float, device: Device, *, offload: Offload = Offload.N
             seconds = max(seconds, device.disk.seconds(ADAMW_READ * numel, ADAMW_WRITTEN * numel))
         return seconds
     return device.kernel_launch_s + device.optimizer_seconds(ADAMW_BYTES * numel)
-
-
-def rematerialised_s(remat: str, forward_s: float, contraction_s: float, recomputed_s: float = 0.0) -> float:
-    """Seconds of recomputation of a block in its backward, at rematerialisation level ``remat``.
-
-    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions and
-    all-to-alls, which "selective" does not recompute; recomputed_s: the part of that which "alternate" does.
-    """
-    if remat == "full":
-        return forward_s
-    if remat == "none":
-        return 0.0
-    return max(0.0, forward_s - contraction_s) + (recomputed_s if remat == "alternate" else 0.0)

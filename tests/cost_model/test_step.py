@@ -1,4 +1,4 @@
-"""Gradient synchronisation by ZeRO stage, overlap, optimiser, rematerialisation."""
+"""Gradient synchronisation by ZeRO stage, overlap, optimiser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from autopar.cost_model.communication.gradient_sync import (
     master_work,
     offload_time,
     optimizer_time,
-    rematerialised_s,
     sync_time,
 )
 from autopar.cost_model.stacks.known import find_stack
@@ -136,9 +135,3 @@ def test_optimizer_is_bound_by_memory() -> None:
     assert optimizer_time(N, device) == pytest.approx(
         28e9 / (device.memory_bandwidth * device.memory_efficiency), rel=0.01
     )
-
-
-def test_rematerialised_seconds() -> None:
-    assert rematerialised_s("none", 3.0, 2.0) == 0
-    assert rematerialised_s("selective", 3.0, 2.0) == 1
-    assert rematerialised_s("full", 3.0, 2.0) == 3

@@ -93,7 +93,7 @@ def test_prices_of_a_plan_edited_by_hand() -> None:
     last = next(price.host[level].num_bytes for price in reversed(prices) if price.host[level].num_bytes)
     assert one.kept_bytes[0] - other.kept_bytes[0] == pytest.approx(sent - last)
     added = [
-        added_by_copies(price.host[level].num_bytes, cluster.device, price.computed(price.recomputed_s[level])).total_s
+        added_by_copies(price.host[level].num_bytes, cluster.device, price.computed(price.recomputed[level])).total_s
         for price in prices
     ]
     assert other.step_time_s - one.step_time_s == pytest.approx(sum(added), rel=1e-6)

@@ -55,5 +55,5 @@ def host_links(pricing: Pricing, priced: Priced) -> list[HostLink]:
     for block, price in zip(pricing.workload.repetition.blocks, priced.blocks, strict=True):
         if block.kind not in found:
             taken = link_taken(pricing, priced.held.get(block.index, ()))
-            found[block.kind] = HostLink(pricing.ops.cluster.device, price.computed(0.0), taken)
+            found[block.kind] = HostLink(pricing.ops.cluster.device, price.computed(), taken)
     return [found[kind] for kind in sorted(found)]

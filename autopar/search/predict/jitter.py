@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost_model.compute.op_time import ZERO
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
 from autopar.search.pricing.block_prices import Priced, evaluate_stages, exposed_step_sync, exposed_sync
@@ -62,9 +63,10 @@ class StragglerDelays:
         for number, stage in enumerate(stages):
             blocks = noise_free.blocks[stage.first : stage.last + 1]
             levels = (stage.level(b) for b in range(stage.first, stage.last + 1))
+            computed = sum((b.compute + b.recomputed[level] for b, level in zip(blocks, levels, strict=True)), ZERO)
             work = (
-                noise_free.prelude_s + sum(b.compute.forward_s for b in blocks),
-                sum(b.compute.backward_s + b.recomputed_s[level] for b, level in zip(blocks, levels, strict=True)),
+                noise_free.prelude_s + computed.forward_s,
+                computed.backward_s,
             )
             around = {shape.rank_of(n) for n in (number - 1, number + 1) if 0 <= n < len(stages)}
             received = int(not around <= {shape.rank_of(number)})

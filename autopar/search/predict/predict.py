@@ -287,7 +287,7 @@ def _breakdown(
     inside = [(stage, b) for stage in stages for b in range(stage.first, stage.last + 1)]
     blocks = [priced.blocks[b] for _, b in inside]
     parts = {"compute": count * (len(stages) * priced.prelude_s + sum(b.compute.total_s for b in blocks))}
-    recomputed = count * sum(priced.blocks[b].recomputed_s[stage.level(b)] for stage, b in inside)
+    recomputed = count * sum(priced.blocks[b].recomputed[stage.level(b)].total_s for stage, b in inside)
     if recomputed:
         parts["rematerialization"] = recomputed
     copied = count * sum(priced.blocks[b].host[stage.level(b)].added.total_s for stage, b in inside)

@@ -228,20 +228,22 @@ class StepTasks:
         """Seconds on the compute stream, by purpose: parts of a pass, and communication that it waits for.
 
         inputs, weights: of a backward, for the gradients of the block's inputs and of its parameters; twice: work
-        that a split backward does in both passes. host: what copies to host memory and back add.
+        that a split backward does in both passes. recomputation: in a forward, what noting takes that is kept. host:
+        what copies to host memory and back add.
         """
         block, costs, stage, kind = self.costs.blocks[one.block], self.costs, one.action.stage, work_of(one.action)
         passing = costs.passing_s[stage] if one.opens and one.action.kind != "W" else 0.0
         gather, reduce = communication_of(block.sync.waited, one)
         found = {"passing": passing, "gather": gather, "reduce": reduce}
         level = costs.stages[stage].level(one.block)
-        added = block.host[level].added
+        added, recomputed, computed = block.host[level].added, block.recomputed[level], block.computed()
         if kind == "F":
-            prelude = costs.prelude_s if one.block == costs.stages[stage].first else 0.0
-            return {**found, "prelude": prelude, "forward": block.computed(0.0).forward_s, "host": added.forward_s}
+            found["prelude"] = costs.prelude_s if one.block == costs.stages[stage].first else 0.0
+            found["recomputation"], found["host"] = recomputed.forward_s, added.forward_s
+            return {**found, "forward": computed.forward_s}
         if kind in ("B", "I"):
-            found["recomputation"], found["host"] = block.recomputed_s[level], added.backward_s
-            found["inputs"] = block.computed(0.0).backward_s - block.weights_s
+            found["recomputation"], found["host"] = recomputed.backward_s, added.backward_s
+            found["inputs"] = computed.backward_s - block.weights_s
         if kind in ("B", "W"):
             found["weights"] = block.weights_s
             found["twice"] = block.twice_s if kind == "W" else 0.0

@@ -9,7 +9,7 @@ from math import inf
 from autopar.cost_model.communication.collectives import point_to_point_time
 from autopar.cost_model.communication.gradient_sync import BucketSync
 from autopar.cost_model.communication.host_copies import HostCopies
-from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.device import Device, Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
 from autopar.cost_model.memory.model_state import MemoryParts
@@ -23,9 +23,9 @@ from autopar.search.stages.stage import FULL, recomputed_bytes
 class BlockPrice:
     """One block instance on one rank.
 
-    compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each of
-    LEVELS, then with each set of ``Pricing.kept``, as everything that is by level. sync: gradient and ZeRO
-    communication, not yet overlapped. optimiser_s: once a step.
+    compute, communication: of one microbatch, forward and backward. recomputed: what both take longer for the sake of
+    recomputation, at each of LEVELS, then with each set of ``Pricing.kept``, as everything that is by level. sync:
+    gradient and ZeRO communication, not yet overlapped. optimiser_s: once a step.
     weights_s: seconds of the backward that a split backward may delay (its W pass); twice_s, delayed_bytes: seconds
     that it then spends twice, and bytes of a microbatch that it holds until then. states: bytes held inside a step,
     lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held while the
@@ -41,7 +41,7 @@ class BlockPrice:
 
     compute: OpTime
     communication: OpTime
-    recomputed_s: tuple[float, ...]
+    recomputed: tuple[OpTime, ...]
     weights_s: float
     twice_s: float
     delayed_bytes: float
@@ -90,12 +90,12 @@ class BlockPrice:
     def keeping(self, kept: Sequence[KeptCost | None], device: Device, link: OpTime) -> BlockPrice:
         """The price with these sets of tensors beside the levels. None: of everything. link: seconds in which other
         copies take the link to the host."""
-        every = [KeptCost(self.saved_bytes[0], 0.0, 0.0, 0.0) if own is None else own for own in kept]
+        every = [KeptCost(self.saved_bytes[0], ZERO, 0.0, 0.0) if own is None else own for own in kept]
         return replace(
             self,
             saved_bytes=(*self.saved_bytes, *(own.num_bytes - own.host_bytes for own in every)),
-            recomputed_s=(*self.recomputed_s, *(own.seconds for own in every)),
-            host=(*self.host, *(host_copies(own, device, self.computed(own.seconds), link) for own in every)),
+            recomputed=(*self.recomputed, *(own.recomputed for own in every)),
+            host=(*self.host, *(host_copies(own, device, self.computed(own.recomputed), link) for own in every)),
         )
 
     def passing(self, passed_bytes: float) -> BlockPrice:
@@ -108,14 +108,14 @@ class BlockPrice:
         saved = tuple(max(0.0, num_bytes + constants - shared) for num_bytes in self.saved_bytes)
         return replace(self, saved_bytes=saved, shared_bytes=shared) if constants or shared else self
 
-    def computed(self, recomputed_s: float) -> OpTime:
+    def computed(self, recomputed: OpTime = ZERO) -> OpTime:
         """Seconds of one microbatch, without ZeRO's gathers and scatters and copies to the host."""
-        return self.compute + self.communication + OpTime(0.0, recomputed_s)
+        return self.compute + self.communication + recomputed
 
     def forward_s(self, level: int) -> float:
         """Seconds of one microbatch, without ZeRO's gathers."""
-        return self.compute.forward_s + self.communication.forward_s + self.host[level].added.forward_s
+        return self.computed(self.recomputed[level]).forward_s + self.host[level].added.forward_s
 
     def backward_s(self, level: int) -> float:
         """Seconds of one microbatch, without ZeRO's gathers and scatters."""
-        return self.computed(self.recomputed_s[level]).backward_s + self.host[level].added.backward_s
+        return self.computed(self.recomputed[level]).backward_s + self.host[level].added.backward_s

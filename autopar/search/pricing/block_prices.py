@@ -8,12 +8,15 @@ from typing import TypeVar
 
 from torch import fx
 
-from autopar.cost_model.communication.gradient_sync import branch_s, exposed_time, rematerialised_s
+from autopar.cost_model.communication.gradient_sync import branch_s, exposed_time
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.compute.recomputation import bookkeeping_time, rematerialised_s
 from autopar.cost_model.memory.backward_peak import BackwardPeak
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.analysis.views import is_view
+from autopar.ir.graph import is_getitem
 from autopar.ir.placed.layouts import Layouts
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
 from autopar.ir.rematerialisation import LEVELS
@@ -206,7 +209,8 @@ class _Ops:
     """Costs that all blocks of a kind have in common.
 
     unreached_s: forward seconds of ops that recomputation does not reach; unreached_dear_s: the part of them in
-    contractions and collectives. tiled_s: what full rematerialisation takes longer for computing wide layers in tiles.
+    contractions and collectives. bookkeeping: what recomputation of anything takes besides. tiled_s: what full
+    rematerialisation takes longer for computing wide layers in tiles.
     """
 
     compute: OpTime
@@ -215,6 +219,7 @@ class _Ops:
     recomputed_s: float
     unreached_s: float
     unreached_dear_s: float
+    bookkeeping: OpTime
     weights_s: float
     twice_s: float
     delayed_bytes: float
@@ -237,9 +242,11 @@ class _Ops:
         unrepeated = activations.unreached.union(*chunks)
         for chunked in chunks.values():
             compute += OpTime(pricing.ops.cluster.device.memory_seconds(chunked.summed_bytes))
+        num_ops = 0
         for node in first.nodes:
             if node not in assignments:
                 continue
+            num_ops += not (is_view(node) or is_getitem(node))
             total = pricing.op(node, assignments[node])
             lowered = pricing.lowering(node, assignments[node])
             compute += total + -1.0 * lowered
@@ -277,6 +284,7 @@ class _Ops:
             recomputed_s=sum(pricing.op(node, assignments[node]).forward_s for node in recomputed - unrepeated),
             unreached_s=unreached,
             unreached_dear_s=unreached_dear,
+            bookkeeping=bookkeeping_time(num_ops, pricing.ops.cluster.device),
             weights_s=weights,
             twice_s=twice,
             delayed_bytes=later
@@ -310,10 +318,7 @@ class _Ops:
         return BlockPrice(
             compute=self.compute + micro,
             communication=communication,
-            recomputed_s=tuple(
-                rematerialised_s(level, forward, dear, self.recomputed_s) + (self.tiled_s if level == "full" else 0.0)
-                for level in LEVELS
-            ),
+            recomputed=tuple(self._recomputed(level, forward, dear) for level in LEVELS),
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             delayed_bytes=self.delayed_bytes,
@@ -333,6 +338,13 @@ class _Ops:
             send_bytes=crossing[0],
             returned_bytes=crossing[1],
         )
+
+    def _recomputed(self, level: str, forward_s: float, dear_s: float) -> OpTime:
+        """What recomputation takes at a level. forward_s, dear_s: of what it reaches, as for ``rematerialised_s``."""
+        if level == "none":
+            return ZERO
+        ops = rematerialised_s(level, forward_s, dear_s, self.recomputed_s) + (self.tiled_s if level == "full" else 0.0)
+        return OpTime(0.0, ops) + self.bookkeeping
 
 
 def _parameters(

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.compute.recomputation import bookkeeping_time
 from autopar.cost_model.memory.kept_frontier import PICOSECONDS, PricedForward
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.forward_graph import BESIDE, INSIDE, ForwardBuilder, ForwardOp, Op, Tensor
@@ -20,12 +22,6 @@ from autopar.ir.redistribution import reduces_or_all_to_alls
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import Pricing
 
-# What torch and Python add to each op of a block that recomputes something, on a CPU: its calls are watched, in the
-# forward and in the recomputation. On GPUs it is taken to hide behind the kernels. Measured on blocks that recompute
-# nearly nothing, where a launch takes 3 us: 50 to 100 us an op between small kernels, 100 to 200 beside tensors of
-# 12 MiB, which leave Python's data in no cache.
-_LAUNCHES_OF_CALL = 40
-
 
 def kept_graph(pricing: Pricing, layouts: Layouts, kind: int) -> PricedForward:
     """Of the first block of a kind."""
@@ -33,11 +29,11 @@ def kept_graph(pricing: Pricing, layouts: Layouts, kind: int) -> PricedForward:
 
 
 class KeptCost(NamedTuple):
-    """Of a set that a block keeps: bytes of a microbatch, seconds of recomputation, and bytes that wait in host memory,
-    input_bytes of them inputs of the block."""
+    """Of a set that a block keeps: bytes of a microbatch, seconds that its forward and its backward take longer, and
+    bytes that wait in host memory, input_bytes of them inputs of the block."""
 
     num_bytes: float
-    seconds: float
+    recomputed: OpTime
     host_bytes: float
     input_bytes: float
 
@@ -51,17 +47,16 @@ def kept_costs(
     key = (kind, listed, pricing.parts, *gathers_key(pricing), assignment)
     if key not in known:
         forward = kept_graph(pricing, layouts, kind)
-        device = pricing.ops.cluster.device
-        call_s = _LAUNCHES_OF_CALL * device.kernel_launch_s if device.is_cpu else 0.0
-        known[key] = [None if own is None else _cost(forward, own, host, call_s) for own, host in listed]
+        beside = bookkeeping_time(len(forward.graph.ops), pricing.ops.cluster.device)
+        known[key] = [None if own is None else _cost(forward, own, host, beside) for own, host in listed]
     found: Sequence[KeptCost | None] = known[key]
     return found
 
 
-def _cost(forward: PricedForward, listed: tuple[str, ...], host: tuple[str, ...], call_s: float) -> KeptCost:
+def _cost(forward: PricedForward, listed: tuple[str, ...], host: tuple[str, ...], beside: OpTime) -> KeptCost:
     kept = forward.keeping(forward.graph.named(listed))
-    seconds = kept.seconds + (len(forward.graph.ops) * call_s if kept.recomputed else 0.0)
-    return KeptCost(kept.num_bytes, seconds, *forward.on_host(kept, host))
+    recomputed = OpTime(0.0, kept.seconds) + beside if kept.recomputed else ZERO
+    return KeptCost(kept.num_bytes, recomputed, *forward.on_host(kept, host))
 
 
 def gathers_key(pricing: Pricing) -> tuple[object, ...]:
