@@ -69,6 +69,7 @@ from autopar.cost_model.compute.traffic import (
     BesideMemory,
     Function,
     MovedTensor,
+    degrees_of,
     extra_passes,
     function_time,
     moved_tensor,
@@ -82,7 +83,7 @@ from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, is_attention, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.op_recipes import scaling_of
-from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
+from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
 from autopar.ir.rules.saved import saved_for_backward
@@ -321,7 +322,7 @@ class OpCost:
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
         """Seconds of one microbatch on one rank. Never negative; positive unless the op is a view."""
-        degrees = _degrees(assignment, mesh)
+        degrees = degrees_of(assignment, mesh)
         sent = prod(axis.size for choice, axis in zip(assignment, mesh.axes, strict=True) if choice in self.joint)
         work = degrees[WORK] * (num_microbatches if self.carries_batch else 1)
         own_experts = self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
@@ -385,16 +386,20 @@ class OpCost:
 
     def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Bytes of the results of one microbatch on one rank."""
-        degrees = _degrees(assignment, mesh)
+        degrees = degrees_of(assignment, mesh)
         return sum(t.local(degrees, num_microbatches) for t in self.written)
 
     def beside_products_s(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Seconds of the forward of experts whose products are there already; 0 of other ops."""
         if self.between is None:
             return 0.0
-        degrees = _degrees(assignment, mesh)
+        degrees = degrees_of(assignment, mesh)
         between = self.between.time(self.device, degrees, num_microbatches, self._largest_share(degrees))
         return self.launches[0] * self.device.kernel_launch_s + between.forward_s
+
+    def kernels_of_experts(self, assignment: Assignment, mesh: Mesh) -> float:
+        """Kernels in the forward of the experts of a rank, each for one of them; 0 of other ops."""
+        return self.of_an_expert[0] * self.sizes.get(EXPERTS, 0) / degrees_of(assignment, mesh).get(EXPERTS, 1)
 
     def _largest_share(self, degrees: dict[str, int]) -> float:
         """Work of the rank that has most, over the mean."""
@@ -420,17 +425,6 @@ class OpCost:
     def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...], steps: int) -> float:
         rows, *others = (shape[number] for number in order)
         return fraction_of_rate(self.device.tiling, rows / steps if order[0] == 0 else rows, *others)
-
-
-def _degrees(assignment: Assignment, mesh: Mesh) -> dict[str, int]:
-    """Ranks that share each factor of an op, and its work."""
-    degrees = {WORK: 1}
-    for choice, axis in zip(assignment, mesh.axes, strict=True):
-        for factor in factors_of_choice(choice):
-            degrees[factor] = degrees.get(factor, 1) * axis.size
-        if choice is not None and choice[0] != "+":
-            degrees[WORK] *= axis.size
-    return degrees
 
 
 def op_time(

@@ -12,8 +12,8 @@ from autopar.cost_model.hardware.device import Device
 _BLOCK_LAUNCHES, _OP_LAUNCHES = 220, 15
 
 
-def bookkeeping_time(num_ops: int, device: Device) -> OpTime:
-    """Seconds to note and to look up what a block of so many ops keeps."""
+def bookkeeping_time(num_ops: float, device: Device) -> OpTime:
+    """Seconds to note and to look up what a block of so many ops keeps. Of experts each kernel is one."""
     if not device.is_cpu:
         return ZERO
     seconds = (_BLOCK_LAUNCHES + _OP_LAUNCHES * num_ops) * device.kernel_launch_s

@@ -15,8 +15,9 @@ from autopar.cost_model.compute.scans import elements_of_scan, is_scan
 from autopar.cost_model.hardware.device import Device
 from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, FunctionName, transposed
 from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.mesh import Mesh
 from autopar.ir.precision import itemsize_of
-from autopar.ir.rule import FactorRule, TensorFactors
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules.call import call_of
 
 # Ops that run as several kernels over their first operand on a core: bytes an element of it that forward and backward
@@ -59,6 +60,17 @@ class MovedTensor:
             if factor in self.factors:
                 divisor *= degree
         return self.num_bytes / divisor
+
+
+def degrees_of(assignment: Assignment, mesh: Mesh) -> dict[str, int]:
+    """Ranks that share each factor of an op, and its work."""
+    degrees = {WORK: 1}
+    for choice, axis in zip(assignment, mesh.axes, strict=True):
+        for factor in factors_of_choice(choice):
+            degrees[factor] = degrees.get(factor, 1) * axis.size
+        if choice is not None and choice[0] != "+":
+            degrees[WORK] *= axis.size
+    return degrees
 
 
 def moved_tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_factor: str | None) -> MovedTensor:

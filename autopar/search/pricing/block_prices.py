@@ -242,11 +242,12 @@ class _Ops:
         unrepeated = activations.unreached.union(*chunks)
         for chunked in chunks.values():
             compute += OpTime(pricing.ops.cluster.device.memory_seconds(chunked.summed_bytes))
-        num_ops = 0
+        num_ops = 0.0
         for node in first.nodes:
             if node not in assignments:
                 continue
-            num_ops += not (is_view(node) or is_getitem(node))
+            if not (is_view(node) or is_getitem(node)):
+                num_ops += 1 + pricing.ops.cost(node).kernels_of_experts(assignments[node], pricing.mesh)
             total = pricing.op(node, assignments[node])
             lowered = pricing.lowering(node, assignments[node])
             compute += total + -1.0 * lowered

@@ -47,7 +47,12 @@ def kept_costs(
     key = (kind, listed, pricing.parts, *gathers_key(pricing), assignment)
     if key not in known:
         forward = kept_graph(pricing, layouts, kind)
-        beside = bookkeeping_time(len(forward.graph.ops), pricing.ops.cluster.device)
+        inside = sum(
+            pricing.ops.cost(node).kernels_of_experts(layouts.assignments[node], pricing.mesh)
+            for node in forward.graph.ops
+            if isinstance(node, fx.Node)
+        )
+        beside = bookkeeping_time(len(forward.graph.ops) + inside, pricing.ops.cluster.device)
         known[key] = [None if own is None else _cost(forward, own, host, beside) for own, host in listed]
     found: Sequence[KeptCost | None] = known[key]
     return found
