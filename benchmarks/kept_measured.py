@@ -217,10 +217,8 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     ensure_process_group()
-    print(
-        "| model | kept | MiB predicted | measured | error | ms of recomputation, predicted | measured | error ", end=""
-    )
-    print("| ms a step longer, predicted | measured | error | ms a step, predicted | measured |")
+    print("| model | kept | MiB predicted | measured | error | ms of recomputation, predicted ", end="")
+    print("| measured | error | ms a step longer, predicted | measured | error | ms a step, predicted | measured |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     errors = Errors([], [])
     for name in given.models.split(","):

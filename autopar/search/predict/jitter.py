@@ -64,10 +64,7 @@ class StragglerDelays:
             blocks = noise_free.blocks[stage.first : stage.last + 1]
             levels = (stage.level(b) for b in range(stage.first, stage.last + 1))
             computed = sum((b.compute + b.recomputed[level] for b, level in zip(blocks, levels, strict=True)), ZERO)
-            work = (
-                noise_free.prelude_s + computed.forward_s,
-                computed.backward_s,
-            )
+            work = noise_free.prelude_s + computed.forward_s, computed.backward_s
             around = {shape.rank_of(n) for n in (number - 1, number + 1) if 0 <= n < len(stages)}
             received = int(not around <= {shape.rank_of(number)})
             noisy, quiet = (pass_seconds(each, stage, own.prefetch) for each in (priced, noise_free))
