@@ -182,7 +182,7 @@ def rows(name: str, cluster: Cluster, rounds: int) -> tuple[list[str], Errors]:
                 inside[kept].append(sum(spent))
     found, errors, whole_s = [], Errors([], []), statistics.median(seconds["everything"])
     for kept in every:
-        again = sum(predicted[kept].backward_s) - sum(predicted["everything"].backward_s)
+        recomputed_s = sum(predicted[kept].backward_s) - sum(predicted["everything"].backward_s)
         wanted = predicted[kept].step_time_s - predicted["everything"].step_time_s
         share = held[kept] / predicted[kept].kept_bytes[0] - 1
         cells = f"{predicted[kept].kept_bytes[0] / 2**20:.1f} | {held[kept] / 2**20:.1f} | {share:+.1%}"
@@ -190,10 +190,10 @@ def rows(name: str, cluster: Cluster, rounds: int) -> tuple[list[str], Errors]:
         if kept != "everything":
             spent_s = statistics.median(inside[kept])
             longer_s = statistics.median(a - b for a, b in zip(seconds[kept], seconds["everything"], strict=True))
-            errors.inside.append(again / spent_s - 1)
+            errors.inside.append(recomputed_s / spent_s - 1)
             if longer_s > LONGER * whole_s:
                 errors.longer.append(wanted / longer_s - 1)
-            both = ((again, spent_s), (wanted, longer_s))
+            both = ((recomputed_s, spent_s), (wanted, longer_s))
             times = " | ".join(f"{1e3 * said:.1f} | {1e3 * took:.1f} | {said / took - 1:+.0%}" for said, took in both)
         whole = f"{1e3 * predicted[kept].step_time_s:.0f} | {1e3 * statistics.median(seconds[kept]):.0f}"
         found.append(f"| {name} | {kept} | {cells} | {times} | {whole} |")

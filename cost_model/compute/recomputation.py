@@ -24,7 +24,7 @@ def rematerialised_s(remat: str, forward_s: float, contraction_s: float, recompu
     """Seconds of the ops of a block that run again in its backward, at rematerialisation level ``remat``.
 
     forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions and
-    all-to-alls, which "selective" does not recompute; recomputed_s: the part of that which "alternate" does.
+    all-to-alls, which level selective keeps; recomputed_s: of every second matrix product, for level alternate.
     """
     if remat == "full":
         return forward_s

@@ -24,8 +24,9 @@ class BlockPrice:
     """One block instance on one rank.
 
     compute, communication: of one microbatch, forward and backward. recomputed: what both take longer for the sake of
-    recomputation, at each of LEVELS, then with each set of ``Pricing.kept``, as everything that is by level. sync:
-    gradient and ZeRO communication, not yet overlapped. optimiser_s: once a step.
+    recomputation, at each of LEVELS, then with each set of ``Pricing.kept``, as everything that is by level;
+    bookkeeping: the part of it that is no op, wherever anything is recomputed. sync: gradient and ZeRO communication,
+    not yet overlapped. optimiser_s: once a step.
     weights_s: seconds of the backward that a split backward may delay (its W pass); twice_s, delayed_bytes: seconds
     that it then spends twice, and bytes of a microbatch that it holds until then. states: bytes held inside a step,
     lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held while the
@@ -42,6 +43,7 @@ class BlockPrice:
     compute: OpTime
     communication: OpTime
     recomputed: tuple[OpTime, ...]
+    bookkeeping: OpTime
     weights_s: float
     twice_s: float
     delayed_bytes: float
@@ -90,12 +92,16 @@ class BlockPrice:
     def keeping(self, kept: Sequence[KeptCost | None], device: Device, link: OpTime) -> BlockPrice:
         """The price with these sets of tensors beside the levels. None: of everything. link: seconds in which other
         copies take the link to the host."""
-        every = [KeptCost(self.saved_bytes[0], ZERO, 0.0, 0.0) if own is None else own for own in kept]
+        every = [KeptCost(self.saved_bytes[0], 0.0, 0.0, 0.0) if own is None else own for own in kept]
+        recomputed = [OpTime(0.0, own.seconds) + self.bookkeeping if own.seconds else ZERO for own in every]
+        copies = (
+            host_copies(own, device, self.computed(added), link) for own, added in zip(every, recomputed, strict=True)
+        )
         return replace(
             self,
             saved_bytes=(*self.saved_bytes, *(own.num_bytes - own.host_bytes for own in every)),
-            recomputed=(*self.recomputed, *(own.recomputed for own in every)),
-            host=(*self.host, *(host_copies(own, device, self.computed(own.recomputed), link) for own in every)),
+            recomputed=(*self.recomputed, *recomputed),
+            host=(*self.host, *copies),
         )
 
     def passing(self, passed_bytes: float) -> BlockPrice:

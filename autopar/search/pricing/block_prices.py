@@ -320,6 +320,7 @@ class _Ops:
             compute=self.compute + micro,
             communication=communication,
             recomputed=tuple(self._recomputed(level, forward, dear) for level in LEVELS),
+            bookkeeping=self.bookkeeping,
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             delayed_bytes=self.delayed_bytes,

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.cost_model.compute.op_time import ZERO, OpTime
-from autopar.cost_model.compute.recomputation import bookkeeping_time
 from autopar.cost_model.memory.kept_frontier import PICOSECONDS, PricedForward
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.forward_graph import BESIDE, INSIDE, ForwardBuilder, ForwardOp, Op, Tensor
@@ -29,11 +27,11 @@ def kept_graph(pricing: Pricing, layouts: Layouts, kind: int) -> PricedForward:
 
 
 class KeptCost(NamedTuple):
-    """Of a set that a block keeps: bytes of a microbatch, seconds that its forward and its backward take longer, and
-    bytes that wait in host memory, input_bytes of them inputs of the block."""
+    """Of a set that a block keeps: bytes of a microbatch, seconds of what runs again, and bytes that wait in host
+    memory, input_bytes of them inputs of the block."""
 
     num_bytes: float
-    recomputed: OpTime
+    seconds: float
     host_bytes: float
     input_bytes: float
 
@@ -47,21 +45,14 @@ def kept_costs(
     key = (kind, listed, pricing.parts, *gathers_key(pricing), assignment)
     if key not in known:
         forward = kept_graph(pricing, layouts, kind)
-        inside = sum(
-            pricing.ops.cost(node).kernels_of_experts(layouts.assignments[node], pricing.mesh)
-            for node in forward.graph.ops
-            if isinstance(node, fx.Node)
-        )
-        beside = bookkeeping_time(len(forward.graph.ops) + inside, pricing.ops.cluster.device)
-        known[key] = [None if own is None else _cost(forward, own, host, beside) for own, host in listed]
+        known[key] = [None if own is None else _cost(forward, own, host) for own, host in listed]
     found: Sequence[KeptCost | None] = known[key]
     return found
 
 
-def _cost(forward: PricedForward, listed: tuple[str, ...], host: tuple[str, ...], beside: OpTime) -> KeptCost:
+def _cost(forward: PricedForward, listed: tuple[str, ...], host: tuple[str, ...]) -> KeptCost:
     kept = forward.keeping(forward.graph.named(listed))
-    recomputed = OpTime(0.0, kept.seconds) + beside if kept.recomputed else ZERO
-    return KeptCost(kept.num_bytes, recomputed, *forward.on_host(kept, host))
+    return KeptCost(kept.num_bytes, kept.seconds, *forward.on_host(kept, host))
 
 
 def gathers_key(pricing: Pricing) -> tuple[object, ...]:
