@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from autopar.cost_model.communication.gradient_sync import ADAMW_BYTES
 from autopar.cost_model.hardware.functions import ElementTime, FunctionName
+from autopar.ir.ops.biased_attention import masked_attention
 from autopar.profiling.clock import Clock
 from autopar.profiling.samples import AttentionRun, Product, Samples, Traffic
 
@@ -82,6 +83,9 @@ _NARROW = 16
 # That an optimiser has.
 _PARAMETERS = 16
 
+# Of attention with and without a mask or dropout, which are compared side by side.
+_ROUNDS = 9
+
 
 def measure_compute(
     samples: Samples, clock: Clock, precisions: tuple[str, ...], progress: Callable[[str], object]
@@ -119,6 +123,8 @@ def measure_compute(
         samples.functions |= {name: _function(clock, taken) for name, taken in _FUNCTIONS.items()}
         forward_s, backward_s = _function(clock, _narrow_rows)
         samples.functions["normalised_row"] = ElementTime(_NARROW * forward_s, _NARROW * backward_s)
+        progress("attention with a mask and with dropout")
+        samples.functions |= _around_attention(clock)
 
 
 @dataclass(slots=True)
@@ -248,3 +254,28 @@ def _attention(clock: Clock, precision: str, *, heads: int, length: int) -> Atte
     # Two products forward, five backward, of half of the scores.
     flops = 7 * 2 * heads * length * length * width / 2
     return AttentionRun(precision, flops, clock.time(run), length)
+
+
+def _around_attention(clock: Clock) -> dict[FunctionName, ElementTime]:
+    """Seconds of a score that attention takes longer with a mask that needs a gradient, and with dropout: of queries,
+    keys and values as large as a layer's."""
+    q, k, v, grad = (torch.randn(2, 12, 256, 64, device=clock.device) for _ in range(4))
+    bias = torch.randn(1, 12, 256, 256, device=clock.device)
+    operands = [x.requires_grad_() for x in (q, k, v, bias)]
+
+    def attention(mask: Tensor | None, dropout_p: float) -> Tensor:
+        return masked_attention(q, k, v, mask, scale=0.125, dropout_p=dropout_p)
+
+    def both(mask: Tensor | None, dropout_p: float) -> None:
+        torch.autograd.grad(attention(mask, dropout_p), operands[: 3 if mask is None else 4], grad)
+
+    forms = ((None, 0.0), (bias, 0.0), (None, 0.1))
+    runs = [partial(run, *form) for form in forms for run in (attention, both)]
+    forward, whole, *others = clock.in_turn(*runs, rounds=_ROUNDS)
+    scores = q.shape[0] * bias.numel()
+    names: tuple[FunctionName, ...] = "biased_score", "dropped_score"
+    found = {}
+    for name, own, own_whole in zip(names, others[::2], others[1::2], strict=True):
+        longer = own - forward, (own_whole - own) - (whole - forward)
+        found[name] = ElementTime(*(max(0.0, seconds) / scores for seconds in longer))
+    return found

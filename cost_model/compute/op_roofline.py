@@ -26,6 +26,7 @@ from math import prod
 
 from torch import fx
 
+from autopar.cost_model.compute.beside_memory import BesideMemory
 from autopar.cost_model.compute.casts import (
     Casts,
     casts_of_experts,
@@ -66,7 +67,6 @@ from autopar.cost_model.compute.scans import is_scan, launches_of_scan
 from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
     WORK,
-    BesideMemory,
     Function,
     MovedTensor,
     degrees_of,
@@ -119,7 +119,8 @@ class OpCost:
     casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
     before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were. documents:
     of an attention that runs document by document, those of a row; ``flops`` are as many as take so long at the
-    efficiency of whole rows. between: the products of experts. beside: what a norm takes beside its memory. added:
+    efficiency of whole rows. between: the products of experts. beside: what a norm or an
+    attention takes beside its memory or its kernel. added:
     float32 gradients of weights, read and written by the products that add to them.
     """
 
@@ -310,7 +311,7 @@ class OpCost:
             between=BetweenProducts.of(node, precision, batch_factor, device, scaled=scaling is not None)
             if experts
             else None,
-            beside=BesideMemory.of(node, rule, device, precision, batch_factor),
+            beside=BesideMemory.of(node, rule, device, precision, batch_factor, differentiable),
             casts=casts[0],
             casts_back=casts[1],
             added=tuple(
@@ -418,7 +419,7 @@ class OpCost:
         return sum(t.local(degrees, num_microbatches) * (most if WORK in t.factors else 1.0) for t in tensors)
 
     def _together(self, computing: float, moving: float, functions: float) -> float:
-        if self.products and self.device.is_cpu:
+        if self.is_contraction and self.device.is_cpu:
             return computing + moving
         return max(computing, moving, functions)
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from autopar.cost_model.compute.flops import op_name
-from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.scans import elements_of_scan, is_scan
 from autopar.cost_model.hardware.device import Device
-from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, FunctionName, transposed
+from autopar.cost_model.hardware.functions import FUNCTIONS, ElementTime, FunctionName
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
-from autopar.ir.rules.call import call_of
 
 # Ops that run as several kernels over their first operand on a core: bytes an element of it that forward and backward
 # move beyond each tensor once (``Stack.extra_bytes`` on a GPU). Cross entropy normalises and then picks. Of rms_norm
@@ -27,15 +24,6 @@ _EXTRA_BYTES_ON_CPU = {"cross_entropy": (12.0, 16.0), "rms_norm": (20.0, 64.0)}
 
 # Ops that take a function of each element of their first operand, where it has another name.
 _FUNCTION_OF = {"cross_entropy": "log_softmax"}
-
-# Ops whose kernels read their first operand in the order of its dimensions and copy it where its memory has another, as
-# after a permutation: once forward; and whether backward copies it again, as autograd keeps it as it was (seen by the
-# profiler on CPUs in torch 2.13).
-_READ_IN_ORDER = {"layer_norm": True, "softmax": False, "log_softmax": False}
-
-# A core takes this many times as long for it, at the least, where elements are read with a stride: it uses one of each
-# cache line. A profile has it by the stride (``transposed``).
-_TRANSPOSED_ON_CPU = 2.0
 
 # An addition reads two tensors and writes one.
 PASSES_OF_ADDITION = 3
@@ -124,52 +112,6 @@ def extra_passes(
     if widths is None:
         return (), ()
     return _passes(tensor_operands(node)[0].meta["val"].numel(), rule.operands[0], widths, batch_factor)
-
-
-@dataclass(frozen=True, slots=True)
-class BesideMemory:
-    """What a norm or a softmax takes beside one pass over its memory: of elements or rows, seconds of each."""
-
-    parts: tuple[tuple[MovedTensor, ElementTime], ...]
-
-    def time(self, degrees: dict[str, int], num_microbatches: int) -> OpTime:
-        """Seconds of one microbatch on a rank."""
-        taken = [(own.local(degrees, num_microbatches), seconds) for own, seconds in self.parts]
-        return OpTime(*(sum(count * seconds[way] for count, seconds in taken) for way in range(2)))
-
-    @classmethod
-    def of(
-        cls, node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
-    ) -> BesideMemory | None:
-        """Of an op; None of one that takes nothing else.
-
-        A first operand that lies in another order than that of its dimensions is copied. On a core a layer norm takes
-        statistics row by row.
-        """
-        name = op_name(node)
-        if name not in _READ_IN_ORDER or device.stack.fuses:
-            return None
-        value, names = tensor_operands(node)[0].meta["val"], frozenset(f for dim in rule.operands[0] for f in dim)
-        parts: list[tuple[int, ElementTime]] = []
-        if not value.is_contiguous():
-            seconds = _copy_s(value, device, precision)
-            parts.append((value.numel(), ElementTime(seconds, seconds if _READ_IN_ORDER[name] else 0.0)))
-        row = device.function_time("normalised_row")
-        if name == "layer_norm" and row.forward_s:
-            width = prod(call_of(node).bound()["normalized_shape"])
-            parts.append((value.numel() // width, row))
-        batched = batch_factor in names
-        return cls(tuple((MovedTensor(float(count), names, batched), own) for count, own in parts)) if parts else None
-
-
-def _copy_s(value: torch.Tensor, device: Device, precision: str) -> float:
-    """Seconds of an element that is copied in the order of its dimensions."""
-    itemsize = itemsize_of(value.dtype, precision)
-    in_order = device.memory_seconds(2.0 * itemsize)
-    apart = value.stride(-1) * itemsize
-    if not device.is_cpu or apart <= itemsize:
-        return in_order
-    return max(_TRANSPOSED_ON_CPU * in_order, device.function_time(transposed(apart)).forward_s)
 
 
 def passes_beside(

@@ -11,7 +11,7 @@ from math import inf, sqrt
 
 from autopar.cost_model.hardware.functions import ElementTime, FunctionName, Functions
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
-from autopar.cost_model.stacks.attention_rate import AttentionKernel, by_logarithm
+from autopar.cost_model.stacks.attention_rate import KEYS_OF_BLOCK, AttentionKernel, by_logarithm, share_of_blocks
 from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
@@ -40,9 +40,10 @@ class MatmulRate:
     """Dense matrix multiplication in one precision.
 
     peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
-    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does
-    of so many), the shortest first, where that is known. attention: the kernel that computes it, of whose rates
-    ``sustained`` is left in a training step; None where one figure, or one by length, is all that is known.
+    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does on a core
+    under a causal mask over so many), the shortest first, where that is known. attention: the kernel that computes it,
+    of whose rates ``sustained`` is left in a training step; None where one figure, or one by length, is all that is
+    known.
     """
 
     precision: str
@@ -63,7 +64,10 @@ class MatmulRate:
         """Fractions of the peak, forward and backward, of attention to ``length`` keys by heads of a size. window: the
         last keys that a query sees, if not all."""
         if self.attention is None:
-            return self.attention_at(length), self.attention_at(length)
+            # Under a causal mask half of the scores count, and a core computes whole blocks.
+            counted = 1.0 if causal or not self.attention_by_length else 2 * share_of_blocks(length, KEYS_OF_BLOCK)
+            rate = min(1.0, counted * self.attention_at(length))
+            return rate, rate
         forward, backward = self.attention.fractions(head, length, causal=causal, window=window)
         return self.sustained * forward, self.sustained * backward
 

@@ -1,4 +1,5 @@
-"""What a core takes beside the work and the bytes of an op: memory after products, functions, copies, rows of norms."""
+"""What a core takes beside the work and the bytes of an op: memory after products, functions, copies, rows of norms,
+masks and dropout of attention."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
+from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.hardware.device import Device
 from autopar.cost_model.hardware.functions import ElementTime
 from autopar.cost_model.stacks.known import find_stack
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.rules import rule_for
 from tests.cost_model.test_ops import A100, ONE, call, linear
 
@@ -85,3 +90,62 @@ def test_a_core_takes_time_for_each_row_of_a_norm() -> None:
     first, second = (op_time(norm, rule_for(norm), (None,), ONE, device) for device in (core, slow))
     assert second.forward_s - first.forward_s == pytest.approx(8 * 50 * 2e-6)
     assert second.backward_s - first.backward_s == pytest.approx(8 * 50 * 1e-6)
+
+
+def attention(length: int, *mask: tuple[int, ...], kind: str = "full", dropout_p: float = 0.0) -> fx.Node:
+    heads = [(4, 12, length, 64)] * 3
+    return call(composite.attention, *heads, *mask, kind=kind, scale=0.125, dropout_p=dropout_p)
+
+
+def time_of(node: fx.Node, device: Device, needs_grad: set[fx.Node] | None = None) -> OpTime:
+    return op_time(node, rule_for(node), (None,), ONE, device, needs_grad=needs_grad)
+
+
+def core_of(**nanoseconds: tuple[float, float]) -> Device:
+    """A core that reaches a quarter of its peak under a causal mask, of which half the scores count."""
+    core = make_cluster("cpu", 1).device
+    functions = tuple((name, ElementTime(*(1e-9 * one for one in own))) for name, own in nanoseconds.items())
+    rates = tuple(replace(rate, attention_by_length=((512, 0.25), (1024, 0.25))) for rate in core.matmul)
+    return replace(core, functions=functions, matmul=rates, memory_bandwidth=1e15)
+
+
+@pytest.mark.parametrize(("length", "computed"), [(64, 1.0), (512, 1.0), (1024, 0.75), (2048, 0.625), (1280, 0.68)])
+def test_a_core_computes_whole_blocks_under_a_causal_mask(length: int, computed: float) -> None:
+    causal, full = (time_of(attention(length, kind=kind), core_of()) for kind in ("causal", "full"))
+    assert causal.forward_s / full.forward_s == pytest.approx(computed, rel=1e-3)
+    assert causal.backward_s / full.backward_s == pytest.approx(computed, rel=1e-3)
+    on_gpu = [time_of(attention(length, kind=kind), A100) for kind in ("causal", "full")]
+    assert on_gpu[0].forward_s < 0.9 * on_gpu[1].forward_s
+
+
+def test_a_mask_adds_to_an_attention_on_a_core_and_its_gradient_more() -> None:
+    plain, core, length = core_of(), core_of(biased_score=(1.0, 5.0)), 1024
+    scores = 4 * 12 * length * length
+    for kind, forward, backward in (("full", 1.0, 5.0), ("causal", 0.75, 5.0 * 0.625)):
+        node = attention(length, (1, 12, length, length), kind=kind)
+        q, k, v, mask = node.args
+        wanted = {q, k, v, node}
+        for needed, added in ((wanted, 0.0), ({*wanted, mask}, backward)):
+            first, second = (time_of(node, device, needed) for device in (plain, core))
+            assert second.forward_s - first.forward_s == pytest.approx(1e-9 * scores * forward)
+            assert second.backward_s - first.backward_s == pytest.approx(1e-9 * scores * added)
+
+
+def test_a_mask_that_does_not_lie_row_by_row_is_copied_by_a_core() -> None:
+    core = core_of(transposed=(3.0, 0.0))
+    node = attention(250, (1, 12, 250, 250))
+    in_order = time_of(node, core)
+    with FakeTensorMode():
+        node.args[3].meta["val"] = torch.empty(250, 250, 12).permute(2, 0, 1)[None]
+    assert time_of(node, core).forward_s - in_order.forward_s == pytest.approx(3e-9 * 12 * 250 * 250)
+
+
+def test_dropout_of_attention_on_a_core_takes_time_for_each_score_of_a_rank() -> None:
+    plain, core, mesh = core_of(), core_of(dropped_score=(6.0, 2.0)), Mesh.of(x=4)
+    node = attention(256, dropout_p=0.1)
+    rule = rule_for(node)
+    assert rule is not None
+    for choice, ranks in ((None, 1), ("b", 4), ("h", 4), ("s", 4)):
+        first, second = (op_time(node, rule, (choice,), mesh, device) for device in (plain, core))
+        assert second.forward_s - first.forward_s == pytest.approx(6e-9 * 4 * 12 * 256 * 256 / ranks)
+        assert second.backward_s - first.backward_s == pytest.approx(2e-9 * 4 * 12 * 256 * 256 / ranks)

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from autopar.ir.ops.biased_attention import TILE, part_of, tile_gradients
+from autopar.ir.ops.biased_attention import part_of, tile_gradients
 from autopar.ir.ops.composite import AttentionKind, repeat_heads
 from autopar.ir.ops.flash_cpu import flash_backward, flash_forward
 from autopar.ir.sequence import Block, Sight, Span
@@ -30,6 +30,9 @@ from autopar.ir.torch_private import (
 )
 
 _aten = torch.ops.aten
+
+# Queries, and keys, of a tile.
+TILE = 1024
 
 # The memory-efficient CUDA kernel pads the log-sum-exp to this many queries, and wants heads of this alignment.
 _ALIGNED_QUERIES, _ALIGNED_HEAD = 32, 8
