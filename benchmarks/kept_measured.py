@@ -7,8 +7,8 @@ tensors hold after a forward. Seconds of recomputation are measured in two ways,
 the plans take turns: those that a step spends in it, and those that a step takes longer than one with everything kept.
 The first leave out what the forward takes longer, since it notes what is kept, and so does the prediction beside them;
 the second are lost in what two steps differ by anyway where they are few. Seconds are predicted with the rates that
-``autopar profile`` measures, anew before each model, as a shared machine is faster in one quarter of an hour than in
-the next; or with those of ``--cluster FILE``.
+``autopar profile`` measures, before the rounds of each model and after them, as a shared machine is faster in one
+quarter of an hour than in the next: the mean of both predictions; or with those of ``--cluster FILE``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.graph import CapturedModel
 from autopar.profiling.profile import profile
 from autopar.runtime import recomputation
 from autopar.runtime.launch import ensure_process_group
@@ -151,8 +152,22 @@ class Errors(NamedTuple):
     longer: list[float]
 
 
-def rows(name: str, cluster: Cluster, rounds: int) -> tuple[list[str], Errors]:
+class Predicted(NamedTuple):
+    """Seconds of a plan's backward and of its step, the mean over profiles of the machine."""
+
+    backward_s: float
+    step_s: float
+
+    @classmethod
+    def of(cls, captured: CapturedModel, clusters: list[Cluster], plan: Any) -> Predicted:
+        each = [predict_plan(captured, cluster, plan) for cluster in clusters]
+        seconds = zip(*((sum(own.backward_s), own.step_time_s) for own in each), strict=True)
+        return cls(*map(statistics.mean, seconds))
+
+
+def rows(name: str, cluster_now: Callable[[], Cluster], rounds: int) -> tuple[list[str], Errors]:
     """Lines of the table, and the errors."""
+    cluster = cluster_now()
     batch = MODELS[name][1]()
     torch.manual_seed(0)
     model = MODELS[name][0]().train()
@@ -160,7 +175,7 @@ def rows(name: str, cluster: Cluster, rounds: int) -> tuple[list[str], Errors]:
     first = trained(name, plan, batch)
     plans = {"everything": plan} | plans_that_keep(plan, first.engine.captured, cluster)
     every = {kept: trained(name, own, batch) for kept, own in plans.items()}
-    predicted = {kept: predict_plan(first.engine.captured, cluster, own) for kept, own in plans.items()}
+    kept_bytes = {kept: predict_plan(first.engine.captured, cluster, own).kept_bytes[0] for kept, own in plans.items()}
     held = {}
     gradients = {}
     for kept, parallel in every.items():
@@ -180,12 +195,14 @@ def rows(name: str, cluster: Cluster, rounds: int) -> tuple[list[str], Errors]:
             if turn:
                 seconds[kept].append(time.perf_counter() - start)
                 inside[kept].append(sum(spent))
+    clusters = [cluster, cluster_now()]
+    predicted = {kept: Predicted.of(first.engine.captured, clusters, own) for kept, own in plans.items()}
     found, errors, whole_s = [], Errors([], []), statistics.median(seconds["everything"])
     for kept in every:
-        recomputed_s = sum(predicted[kept].backward_s) - sum(predicted["everything"].backward_s)
-        wanted = predicted[kept].step_time_s - predicted["everything"].step_time_s
-        share = held[kept] / predicted[kept].kept_bytes[0] - 1
-        cells = f"{predicted[kept].kept_bytes[0] / 2**20:.1f} | {held[kept] / 2**20:.1f} | {share:+.1%}"
+        recomputed_s = predicted[kept].backward_s - predicted["everything"].backward_s
+        wanted = predicted[kept].step_s - predicted["everything"].step_s
+        share = held[kept] / kept_bytes[kept] - 1
+        cells = f"{kept_bytes[kept] / 2**20:.1f} | {held[kept] / 2**20:.1f} | {share:+.1%}"
         times = "| | | | |"
         if kept != "everything":
             spent_s = statistics.median(inside[kept])
@@ -195,7 +212,7 @@ def rows(name: str, cluster: Cluster, rounds: int) -> tuple[list[str], Errors]:
                 errors.longer.append(wanted / longer_s - 1)
             both = ((recomputed_s, spent_s), (wanted, longer_s))
             times = " | ".join(f"{1e3 * said:.1f} | {1e3 * took:.1f} | {said / took - 1:+.0%}" for said, took in both)
-        whole = f"{1e3 * predicted[kept].step_time_s:.0f} | {1e3 * statistics.median(seconds[kept]):.0f}"
+        whole = f"{1e3 * predicted[kept].step_s:.0f} | {1e3 * statistics.median(seconds[kept]):.0f}"
         found.append(f"| {name} | {kept} | {cells} | {times} | {whole} |")
     return found, errors
 
@@ -221,11 +238,14 @@ def main() -> int:
     print("| measured | error | ms a step longer, predicted | measured | error | ms a step, predicted | measured |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     errors = Errors([], [])
+
+    def cluster_now() -> Cluster:
+        if given.cluster is not None:
+            return cluster_from_yaml(given.cluster.read_text())
+        return profile(lambda _: None).cluster
+
     for name in given.models.split(","):
-        cluster = (
-            profile(lambda _: None).cluster if given.cluster is None else cluster_from_yaml(given.cluster.read_text())
-        )
-        lines, own = rows(name, cluster, given.rounds)
+        lines, own = rows(name, cluster_now, given.rounds)
         print(*lines, sep="\n", flush=True)
         for known, found in zip(errors, own, strict=True):
             known += found

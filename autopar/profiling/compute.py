@@ -121,8 +121,7 @@ def measure_compute(
     if not gpu:
         progress("functions of elements")
         samples.functions |= {name: _function(clock, taken) for name, taken in _FUNCTIONS.items()}
-        forward_s, backward_s = _function(clock, _narrow_rows)
-        samples.functions["normalised_row"] = ElementTime(_NARROW * forward_s, _NARROW * backward_s)
+        samples.functions |= _norm(clock, lone)
         progress("attention with a mask and with dropout")
         samples.functions |= _around_attention(clock)
 
@@ -213,6 +212,32 @@ def _function(clock: Clock, taken: Callable[[Tensor], Tensor]) -> ElementTime:
 
     forward_s, both_s = clock.time(lambda: taken(next(each))), clock.time(both)
     return ElementTime(forward_s / grad.numel(), max(0.0, both_s - forward_s) / grad.numel())
+
+
+def _norm(clock: Clock, lone: Clock, count: int = 8, width: int = 768) -> dict[FunctionName, ElementTime]:
+    """Seconds of an element of a layer norm, and of a row of it, by rows of a model's width and by narrow ones.
+
+    As of products of elements, each result has memory that no cache knows and is kept for the backward.
+    """
+    several = [torch.randn(1 << 10, width, device=clock.device, requires_grad=True) for _ in range(count)]
+    scales = [torch.ones(width, device=clock.device, requires_grad=True) for _ in range(2 * count)]
+    grad = torch.ones_like(several[0])
+
+    def run() -> list[Tensor]:
+        pairs = zip(scales[:count], scales[count:], strict=True)
+        return [functional.layer_norm(x, (width,), *own) for x, own in zip(several, pairs, strict=True)]
+
+    def both() -> None:
+        torch.autograd.grad(run(), several + scales, [grad] * count)
+
+    forward_s, both_s = lone.time(run), lone.time(both)
+    whole = (one * width / (count * grad.numel()) for one in (forward_s, both_s - forward_s))
+    narrow = (one * _NARROW for one in _function(clock, _narrow_rows))
+    element, row = [], []
+    for wide_s, narrow_s in zip(whole, narrow, strict=True):
+        element.append(max(0.0, wide_s - narrow_s) / (width - _NARROW))
+        row.append(max(0.0, narrow_s - _NARROW * element[-1]))
+    return {"layer_norm": ElementTime(*element), "normalised_row": ElementTime(*row)}
 
 
 def _narrow_rows(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Exponentials, hyperbolic tangents and the like of the elements of a tensor, where a core takes longer for them than
-for its memory: seconds of an element, forward and backward. Copies in another order of memory have theirs, too, and so
-have a row of a layer norm (``normalised_row``) and a score of attention beside that kernel which has neither a mask nor
-dropout (``biased_score``, of a mask that needs a gradient, and ``dropped_score``).
+for its memory: seconds of an element, forward and backward. Copies in another order of memory have theirs, too. So have
+layer norms (``layer_norm``, and ``normalised_row`` of each row) and what attention takes for a score beside its kernel,
+which has no dropout and no gradient of a mask (``dropped_score``, ``biased_score``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, get_args
 
 FunctionName = Literal[
-    "biased_score", "cos", "dropped_score", "elu", "erf", "exp", "gelu", "gelu_tanh", "log", "log_softmax", "mish",
-    "normalised_row", "sigmoid", "silu", "sin", "softmax", "softplus", "tanh", "transposed", "transposed_1024",
-    "transposed_4096",
+    "biased_score", "cos", "dropped_score", "elu", "erf", "exp", "gelu", "gelu_tanh", "layer_norm", "log",
+    "log_softmax", "mish", "normalised_row", "sigmoid", "silu", "sin", "softmax", "softplus", "tanh", "transposed",
+    "transposed_1024", "transposed_4096",
 ]  # fmt: skip
 
 FUNCTIONS: tuple[FunctionName, ...] = get_args(FunctionName)
