@@ -7,8 +7,8 @@ tensors hold after a forward. Seconds of recomputation are measured in two ways,
 the plans take turns: those that a step spends in it, and those that a step takes longer than one with everything kept.
 The first leave out what the forward takes longer, since it notes what is kept, and so does the prediction beside them;
 the second are lost in what two steps differ by anyway where they are few. Seconds are predicted with the rates that
-``autopar profile`` measures, before the rounds of each model and after them, as a shared machine is faster in one
-quarter of an hour than in the next: the mean of both predictions; or with those of ``--cluster FILE``.
+``autopar profile`` measures, before the rounds of each model, amid and after them, as a shared machine is faster in one
+quarter of an hour than in the next: the median of the three predictions; or with those of ``--cluster FILE``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Errors(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """Seconds of a plan's backward and of its step, the mean over profiles of the machine."""
+    """Seconds of a plan's backward and of its step, the median over profiles of the machine."""
 
     backward_s: float
     step_s: float
@@ -162,12 +162,13 @@ class Predicted(NamedTuple):
     def of(cls, captured: CapturedModel, clusters: list[Cluster], plan: Any) -> Predicted:
         each = [predict_plan(captured, cluster, plan) for cluster in clusters]
         seconds = zip(*((sum(own.backward_s), own.step_time_s) for own in each), strict=True)
-        return cls(*map(statistics.mean, seconds))
+        return cls(*map(statistics.median, seconds))
 
 
 def rows(name: str, cluster_now: Callable[[], Cluster], rounds: int) -> tuple[list[str], Errors]:
     """Lines of the table, and the errors."""
     cluster = cluster_now()
+    clusters = [cluster]
     batch = MODELS[name][1]()
     torch.manual_seed(0)
     model = MODELS[name][0]().train()
@@ -188,6 +189,8 @@ def rows(name: str, cluster_now: Callable[[], Cluster], rounds: int) -> tuple[li
     seconds: dict[str, list[float]] = {kept: [] for kept in every}
     inside: dict[str, list[float]] = {kept: [] for kept in every}
     for turn in range(rounds + 1):
+        if turn == rounds // 2 + 1:
+            clusters.append(cluster_now())
         for kept in every if turn % 2 else reversed(every):
             start = time.perf_counter()
             with timed_recomputation() as spent:
@@ -195,7 +198,7 @@ def rows(name: str, cluster_now: Callable[[], Cluster], rounds: int) -> tuple[li
             if turn:
                 seconds[kept].append(time.perf_counter() - start)
                 inside[kept].append(sum(spent))
-    clusters = [cluster, cluster_now()]
+    clusters.append(cluster_now())
     predicted = {kept: Predicted.of(first.engine.captured, clusters, own) for kept, own in plans.items()}
     found, errors, whole_s = [], Errors([], []), statistics.median(seconds["everything"])
     for kept in every:

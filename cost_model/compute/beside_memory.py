@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import fx
 
+from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.traffic import MovedTensor
@@ -57,12 +58,17 @@ class BesideMemory:
         precision: str,
         batch_factor: str | None,
         differentiable: Collection[int],
+        documents: Documents | None = None,
     ) -> BesideMemory | None:
-        """Of an op; None of one that takes nothing else. differentiable: positions of operands that need a gradient."""
+        """Of an op; None of one that takes nothing else.
+
+        differentiable: positions of operands that need a gradient. documents: of an attention that runs document by
+        document, those of a row.
+        """
         if op_name(node) in _READ_IN_ORDER and not device.stack.fuses:
             found = _in_order(node, rule, device, precision)
         elif is_attention(node) and device.is_cpu:
-            found = _around_kernel(node, rule, device, precision, differentiable)
+            found = _around_kernel(node, rule, device, precision, differentiable, documents)
         else:
             return None
         parts = []
@@ -89,13 +95,19 @@ def _in_order(node: fx.Node, rule: FactorRule, device: Device, precision: str) -
 
 
 def _around_kernel(
-    node: fx.Node, rule: FactorRule, device: Device, precision: str, differentiable: Collection[int]
+    node: fx.Node,
+    rule: FactorRule,
+    device: Device,
+    precision: str,
+    differentiable: Collection[int],
+    documents: Documents | None,
 ) -> Iterator[_Part]:
     """Of an attention on a core, whose kernel copies a mask that does not lie row by row."""
     operands, options = attention_arguments(node)
     mask, rows = operands[3], rule.operands[0][:-1]
-    _, keys = lengths_of(rule)
-    scores = prod(operands[0].meta["val"].shape[:-1]) * keys
+    queries, keys = lengths_of(rule)
+    of_a_head = queries * keys if documents is None else documents.scores
+    scores = prod(operands[0].meta["val"].shape[:2]) * of_a_head
     if options["dropout_p"] > 0:
         yield scores, rows, device.function_time("dropped_score")
     elif mask is not None:

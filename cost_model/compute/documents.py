@@ -48,6 +48,11 @@ class Documents:
         """Documents of a row."""
         return sum(count for _, count in self.lengths)
 
+    @property
+    def scores(self) -> float:
+        """Pairs of a query and a key of one document in a row, seen or not."""
+        return sum(count * length**2 for length, count in self.lengths)
+
     def work(self, sight: Sight, rate: MatmulRate, head: float) -> tuple[float, float]:
         """Pairs of a query and a key that a row sees, each over the efficiency at the length of its document, forward
         and backward. head: size of a head."""

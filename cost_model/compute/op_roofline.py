@@ -119,9 +119,8 @@ class OpCost:
     casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
     before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were. documents:
     of an attention that runs document by document, those of a row; ``flops`` are as many as take so long at the
-    efficiency of whole rows. between: the products of experts. beside: what a norm or an
-    attention takes beside its memory or its kernel. added:
-    float32 gradients of weights, read and written by the products that add to them.
+    efficiency of whole rows. between: the products of experts. beside: what a norm or an attention takes beside its
+    memory or its kernel. added: float32 gradients of weights, read and written by the products that add to them.
     """
 
     name: str
@@ -311,7 +310,7 @@ class OpCost:
             between=BetweenProducts.of(node, precision, batch_factor, device, scaled=scaling is not None)
             if experts
             else None,
-            beside=BesideMemory.of(node, rule, device, precision, batch_factor, differentiable),
+            beside=BesideMemory.of(node, rule, device, precision, batch_factor, differentiable, documents),
             casts=casts[0],
             casts_back=casts[1],
             added=tuple(
