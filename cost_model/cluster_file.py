@@ -46,6 +46,7 @@ from autopar.cost_model.hardware.device import GB, MIB, Disk, Link, MatmulRate
 from autopar.cost_model.hardware.failure_rates import Reliability
 from autopar.cost_model.hardware.functions import ElementTime, FunctionName, by_gelu
 from autopar.cost_model.hardware.slowest_node import slowest_of
+from autopar.cost_model.stacks.attention_rate import KEYS_OF_BLOCK
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.ir.bounded_text import bad_fields, parse_yaml
 from autopar.ir.errors import InvalidCluster
@@ -108,7 +109,7 @@ class RateDescription(_Model):
     """Matrix rate in one precision: TFLOP/s, and the fractions of it that matmuls and fused attention achieve.
 
     attention_efficiency: not of narrower floats, in which there is no attention. attention_by_length: number of keys ->
-    fraction that attention to so many achieves, at 64 elements a head.
+    fraction that attention to so many achieves, at 64 elements a head; on a CPU, under a causal mask.
     """
 
     peak_tflops: PositiveFloat
@@ -116,7 +117,7 @@ class RateDescription(_Model):
     attention_efficiency: Fraction | None = None
     attention_by_length: dict[PositiveInt, Fraction] = {}
 
-    def rate(self, precision: str) -> MatmulRate:
+    def rate(self, precision: str, *, is_cpu: bool) -> MatmulRate:
         """The matrix rate in this precision, in FLOP/s."""
         return MatmulRate(
             precision=precision,
@@ -124,6 +125,7 @@ class RateDescription(_Model):
             efficiency=self.efficiency,
             attention_efficiency=self.attention_efficiency or 0.0,
             attention_by_length=tuple(sorted(self.attention_by_length.items())),
+            block_of_keys=KEYS_OF_BLOCK if is_cpu and self.attention_by_length else None,
         )
 
 
@@ -286,7 +288,10 @@ class ClusterDescription(_Model):
             device = replace(device, matmul=tuple(replace(r, efficiency=self.matmul_efficiency) for r in device.matmul))
         if self.rates:
             known = {rate.precision: rate for rate in device.matmul}
-            known |= {precision: described.rate(precision) for precision, described in self.rates.items()}
+            known |= {
+                precision: described.rate(precision, is_cpu=device.is_cpu)
+                for precision, described in self.rates.items()
+            }
             device = replace(device, matmul=tuple(known.values()))
         if self.half_depth is not None:
             device = replace(device, tiling=replace(device.tiling, half_depth=self.half_depth))

@@ -11,7 +11,7 @@ from math import inf, sqrt
 
 from autopar.cost_model.hardware.functions import ElementTime, FunctionName, Functions
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
-from autopar.cost_model.stacks.attention_rate import KEYS_OF_BLOCK, AttentionKernel, by_logarithm, share_of_blocks
+from autopar.cost_model.stacks.attention_rate import AttentionKernel, by_logarithm, share_of_blocks
 from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
@@ -40,10 +40,11 @@ class MatmulRate:
     """Dense matrix multiplication in one precision.
 
     peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
-    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does on a core
-    under a causal mask over so many), the shortest first, where that is known. attention: the kernel that computes it,
-    of whose rates ``sustained`` is left in a training step; None where one figure, or one by length, is all that is
-    known.
+    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does
+    of so many), the shortest first, where that is known. block_of_keys: of a kernel that computes whole blocks of keys
+    under a causal mask, of which those figures then are; None if masks make no difference. attention: the kernel that
+    computes it, of whose rates ``sustained`` is left in a training step; None where one figure, or one by length, is
+    all that is known.
     """
 
     precision: str
@@ -51,6 +52,7 @@ class MatmulRate:
     efficiency: float
     attention_efficiency: float
     attention_by_length: tuple[tuple[int, float], ...] = ()
+    block_of_keys: int | None = None
     attention: AttentionKernel | None = None
     sustained: float = 1.0
 
@@ -64,9 +66,10 @@ class MatmulRate:
         """Fractions of the peak, forward and backward, of attention to ``length`` keys by heads of a size. window: the
         last keys that a query sees, if not all."""
         if self.attention is None:
-            # Under a causal mask half of the scores count, and a core computes whole blocks.
-            counted = 1.0 if causal or not self.attention_by_length else 2 * share_of_blocks(length, KEYS_OF_BLOCK)
-            rate = min(1.0, counted * self.attention_at(length))
+            rate = self.attention_at(length)
+            if self.block_of_keys is not None and not causal:
+                # Under a causal mask half of the scores count.
+                rate = min(1.0, 2 * share_of_blocks(length, self.block_of_keys) * rate)
             return rate, rate
         forward, backward = self.attention.fractions(head, length, causal=causal, window=window)
         return self.sustained * forward, self.sustained * backward

@@ -54,7 +54,13 @@ def _slowest_rate(rates: Sequence[MatmulRate]) -> MatmulRate:
     attention = min(rate.peak_flops * rate.attention_efficiency for rate in rates)
     if attention == slowest.peak_flops * slowest.attention_efficiency:
         return slowest
-    return replace(slowest, attention_efficiency=attention / slowest.peak_flops, attention_by_length=(), attention=None)
+    return replace(
+        slowest,
+        attention_efficiency=attention / slowest.peak_flops,
+        attention_by_length=(),
+        block_of_keys=None,
+        attention=None,
+    )
 
 
 def _slowest_link(links: Sequence[Link]) -> Link:
